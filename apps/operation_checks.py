@@ -238,7 +238,7 @@ def _append(device: torch.device) -> Workload:
 
 
 def _delta(device: torch.device) -> Workload:
-    """Prepare a call that makes a step of a full batch, whose states do not fit in the L2 cache."""
+    """Prepare a call that runs a step of a full batch, whose states do not fit in the L2 cache."""
     given = sample(_DELTA, _DELTA.one_after_the_other, _BATCH, _DTYPE, device)
     return Workload(partial(delta, given), 2 * sum(x.nbytes for x in given.states.tensors))
 

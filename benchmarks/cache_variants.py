@@ -145,7 +145,7 @@ class FilledCache:
         step: function that runs one step.
         kv_bytes: function that returns the size that the cache reports, in bytes.
         captures: list with one entry for each captured graph.
-        state_bytes: bytes of the states, which a step also writes.
+        state_bytes: bytes of the states, which a step reads and writes.
         ahead: function that launches the next step before the host has its tokens, as
             ``GraphRunner.ahead`` does; None if a step must wait for the tokens.
     """

@@ -49,7 +49,7 @@ AT_MOST_QUANTIZED = {
     "qwen3-vl-8b-int4": 1.3,
     "qwen3-vl-30b-a3b-fp8": 1.6,
 }
-"""The same for models with quantized weights."""
+"""Like ``AT_MOST``, for models with quantized weights, by model."""
 BOUND_CONTEXTS = (2048, 32768, 131072)
 _BOUND = [VARIANTS[name].title for name in ("compact-graph", "standard-graph")]
 WARM_UP, STEPS = 8, 16

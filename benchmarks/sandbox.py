@@ -1,7 +1,7 @@
-"""Run programs that a model wrote where they can change nothing and reach nobody.
+"""Run programs that a model wrote in a sandbox, where they can change no file and use no network.
 
 Linux namespaces (``unshare`` of util-linux) give a program a read-only file system, no network and
-no other processes; resource limits bound its time and memory. ``check`` tries all of it first.
+no other processes; resource limits bound its time and memory. ``check`` tests the sandbox first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from oscar_mm import InputError
 
 SECONDS, BYTES = 5, 1 << 30
-"""Limits of a program: processor time and wall-clock time, and memory."""
+"""Limits of a program: seconds of processor time and of wall-clock time, and bytes of memory."""
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid")
 _UNSHARE += ("--fork", "--kill-child", "--mount-proc")
 _READ_ONLY = """
@@ -57,7 +57,7 @@ def passes(program: str, *arguments: str, seconds: float = SECONDS) -> bool:
 
 
 def check() -> None:
-    """Check that programs run, but can neither write, remove files nor use the network.
+    """Check that programs run, but can neither write or remove files nor use the network.
 
     Raises:
         InputError: if this machine does not allow such a sandbox.

@@ -30,7 +30,7 @@ WORDS = 40
 QUESTION_S, PAST_S = 5.0, 1800.0
 """Seconds of a question, and of the conversation before it."""
 TURNS = 5
-"""Questions after the conversation; the first ones compile kernels."""
+"""Number of questions after the conversation; the first ones compile kernels."""
 FRAME_S = 0.08
 FIRST_AUDIO_S = 0.35
 """Maximum seconds from the end of a question to the first samples of its answer."""
@@ -176,7 +176,7 @@ def together(pipe: OscarOmniPipeline, voices: int) -> Row:
 
 
 def verdict(value: float, most: float | None) -> str:
-    """Return the bound on a value, and whether it is met."""
+    """Return the bound on a value, and whether the value meets it."""
     if most is None:
         return ""
     return f"{most:g}: {'met' if value <= most else 'NOT met'}"
@@ -208,7 +208,7 @@ def report(rows: Sequence[Row]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 2 without a CUDA device."""
     options = parser("benchmarks.speech", __doc__)
-    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
+    options.add_argument("--tiny", action="store_true", help="trial run with a tiny model")
     chosen = options.parse_args(arguments)
     device = device_of("speech", tiny=chosen.tiny)
     if device is None:

@@ -59,8 +59,7 @@ _INT4 = {
     },
     "ignore": ["lm_head", "re:.*mlp\\.gate$"],
 }
-"""Configuration of weights as compressed-tensors stores them; the weights themselves are vLLM's
-dummies."""
+"""Configuration of INT4 weights as compressed-tensors stores them; vLLM makes random weights."""
 NOTES = [
     "The decoder of the model alone, with vLLM's random weights. vLLM decodes by CUDA graphs "
     "without torch.compile.",
@@ -153,7 +152,7 @@ def is_ours(attention: str) -> bool:
 
 
 def missing(attention: str) -> str | None:
-    """Return why the installed vLLM cannot run an attention; None if it knows it."""
+    """Return why the installed vLLM cannot run an attention; None if it can."""
     if is_ours(attention) or attention == "auto":
         return None
     from vllm.config.cache import CacheDType
@@ -265,7 +264,7 @@ def child(spec: dict[str, Any]) -> None:
 def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
     """Return the rows of a child process; if it fails or times out, the last row is an error.
 
-    For an attention that vLLM lacks, no process is started, and the only row is an error.
+    For an attention that the installed vLLM lacks, the only row is an error, without a child.
     """
     found, error = list[Row](), missing(spec["attention"])
     if error is None:

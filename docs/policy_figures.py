@@ -25,7 +25,7 @@ PARTS = {
 COLOURS = ("#0072b2", "#e69f00", "#cc79a7", "#999999", "#009e73", "#d55e00", "#56b4e9")
 """Colours that people with impaired colour vision can tell apart (Okabe and Ito)."""
 LINES = {"kivi": "--"}
-"""Styles of lines that would cover another one."""
+"""Styles of lines that would otherwise hide another line."""
 POLICIES = {
     "standard, keys 4 bit": "standard, 4-bit keys",
     "standard": "standard",
@@ -35,7 +35,7 @@ POLICIES = {
     "KIVI": "kivi",
     "QuaRot": "quarot",
 }
-"""Methods of the language record, and the policies that they are."""
+"""Names of the language record's methods, and of their policies."""
 MODELS = {
     "SmolLM2-135M-Instruct": "SmolLM2-135M",
     "Qwen2.5-Coder-0.5B-Instruct": "Qwen2.5-Coder-0.5B",

@@ -56,7 +56,7 @@ _DTYPES = {
 """Dtypes in the headers of safetensors files."""
 _OFFLOADED = "quantized weights cannot be offloaded; use more or larger GPUs"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,5})\.(gate_proj|up_proj|down_proj)")
-"""Name of an expert's matrix: of all experts, number of the expert, and name of the matrix."""
+"""Name of an expert's matrix: module of all experts, number of the expert, name of the matrix."""
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -368,7 +368,7 @@ class _StoredLinear(nn.Module):
 
 
 class _StoredExperts(nn.Module):
-    """The tensors of all matrices of a layer's experts, with the names of a checkpoint."""
+    """Tensors of all matrices of a layer's experts, with the names of a checkpoint."""
 
     def __init__(
         self,
@@ -431,7 +431,7 @@ def _kind(matrix: QuantizedMatrix) -> tuple[Any, ...]:
 
 
 def _joined(gate: QuantizedMatrix, up: QuantizedMatrix, path: str) -> QuantizedMatrix:
-    """Return the outputs of two matrices of the same shape as those of one.
+    """Concatenate two matrices of the same shape along their outputs.
 
     Raises:
         ValueError: if the matrices have different formats.
@@ -439,7 +439,7 @@ def _joined(gate: QuantizedMatrix, up: QuantizedMatrix, path: str) -> QuantizedM
     if _kind(gate) != _kind(up):
         raise ValueError(f"{path}: gate_proj and up_proj have different formats")
     if gate.zeros is None and len(gate.codes) % fp8.BLOCK:
-        # A block of the one would end within a block of both, so each row gets its own scales.
+        # A block of gate_proj would end within a block of both, so each row gets its own scales.
         gate, up = (one._replace(scales=fp8.by_row(one.codes, one.scales)) for one in (gate, up))
     zeros = None
     if gate.zeros is not None and up.zeros is not None:

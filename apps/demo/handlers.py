@@ -50,7 +50,7 @@ class Handlers:
     Args:
         sessions: the visitors' sessions.
         folder: folder for the files that visitors download.
-        choice: choice of another model.
+        choice: choice of another model; None for a page that offers none.
 
     Attributes:
         part_names: names of the page's parts that most handlers return, in order.
@@ -232,7 +232,7 @@ class Handlers:
         return *self.all_parts(session, *scenario), session.id
 
     def begin_example(self, example: Example) -> Callable[..., tuple]:
-        """Return a handler that begins a conversation for an example; it also returns its id."""
+        """Return a handler that begins an example's conversation, and also returns its id."""
 
         def begin_shown(request: gr.Request, *scenario: str) -> tuple:
             key = str(request.session_hash)
@@ -383,7 +383,7 @@ class Handlers:
         self._session(request).stop()
         with _errors_as_messages():
             self.choice.choose(model)
-        gr.Info(f"Loading {model}: this page reloads when the model is there.", duration=None)
+        gr.Info(f"Loading {model}: this page reloads when the model is loaded.", duration=None)
 
     def fork(self, request: gr.Request, *scenario: str) -> tuple:
         """Continue with a copy of the conversation; also return the id of the copy."""
@@ -413,7 +413,7 @@ class Handlers:
 
 
 def _as_sound(speech: tuple[int, np.ndarray] | None) -> tuple[int, np.ndarray] | None:
-    """Return speech as the page's player takes it: 16-bit samples."""
+    """Return the sample rate and 16-bit samples of speech for the page; None without speech."""
     if speech is None or not len(speech[1]):
         return None
     rate, samples = speech

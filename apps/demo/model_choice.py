@@ -1,4 +1,4 @@
-"""ModelChoice: which model the page serves next, and the models that are on this machine."""
+"""ModelChoice: the model that the page serves next, and the models that this machine has."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ModelChoice:
                 was chosen already.
         """
         if model not in self.models:
-            raise InputError("this model is not on the list: choose one of the list")
+            raise InputError("the model is not on the list of this page: choose one of that list")
         if model == self.current:
-            raise InputError(f"{model} is the model of this page: choose another one")
+            raise InputError(f"{model} is already the model of this page: choose another one")
         if self.made.is_set():
             raise InputError("another model is being loaded: wait until this page reloads")
         self.chosen = model
@@ -50,7 +50,7 @@ class ModelChoice:
 
 def local_models(host: str) -> list[str]:
     """Return the models on this machine that a page at this host may switch to: the bundled ones,
-    and those of the hub's cache whose type is supported; none if others can open the page."""
+    and those in the hub's cache whose type is supported; none if others can open the page."""
     return [*BUNDLED, *sorted(_cached_models())] if host in LOOPBACK else []
 
 

@@ -331,7 +331,7 @@ def _model_choice(handlers: Handlers) -> dict[str, Any]:
     choice, sessions = handlers.choice, handlers.sessions
     ends = "are kept until it is loaded again" if sessions.folder else "end"
     with gr.Column(visible=len(choice.models) > 1):
-        gr.Markdown("Another model of this machine")
+        gr.Markdown("Load another model of this machine")
         other = gr.Dropdown(
             choice.models,
             value=choice.current,

@@ -86,7 +86,7 @@ def serve(
             running = _serve_model(pipe, settings, sockets, host, keep, choice)
             if choice.chosen is None:
                 break
-            # The port of the first page, also if any was free.
+            # Keep the port of the first page, also if the system chose it.
             port = int(running.address.rpartition(":")[2].strip("/"))
             running.sessions.release()
             del pipe, running  # Only one model is in memory at a time.
@@ -117,7 +117,7 @@ def _serve_model(
             print(f"oscar-mm: {running.address} (Ctrl-C stops it)", file=sys.stderr)
             wait_for_ctrl_c(choice.made)
             if choice.chosen is not None:
-                time.sleep(_LAST_WORDS_S)  # The page hears that its model goes.
+                time.sleep(_LAST_WORDS_S)  # Let the page receive its last message.
         return running
     finally:
         if pipe.budget is not None:
@@ -133,7 +133,7 @@ def _next_model(choice: ModelChoice, loading: dict[str, Any]) -> tuple[Pipeline,
     except (InputError, torch.OutOfMemoryError) as error:
         print(f"oscar-mm: {error}", file=sys.stderr)
     _free_memory()
-    failure = f"{chosen} could not be loaded; the log of the server has the reason"
+    failure = f"{chosen} could not be loaded; see the reason in the log of the server"
     earlier = choice.current
     return pipeline_for(earlier)(earlier, **loading), ModelChoice(earlier, failure=failure)
 
