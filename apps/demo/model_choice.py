@@ -41,7 +41,7 @@ class ModelChoice:
         if model not in self.models:
             raise InputError("the model is not on the list of this page: choose one of that list")
         if model == self.current:
-            raise InputError(f"{model} is already the model of this page: choose another one")
+            raise InputError(f"{model} is the model of this page: choose another one")
         if self.made.is_set():
             raise InputError("another model is being loaded: wait until this page reloads")
         self.chosen = model

@@ -104,20 +104,20 @@ struct RowScales {
 };
 
 #if WEIGHT_BITS != 16
-// Scale and zero point of a lane's elements that are multiplied at a time.
+// Scale and zero point of the elements that a lane multiplies at a time.
 struct LaneScale {
   float scale;
   uint32_t zero;
 };
 
-// Those of a piece, which begins at element `start` of a row of weights. Requested before the piece
-// has arrived.
+// Scales of a piece, which begins at element `start` of a row of weights. They are requested before
+// the piece has arrived.
 struct PieceScales {
   LaneScale scales[PIECE / AT_ONCE];
 
   __device__ __forceinline__ PieceScales() : scales() {}
 
-  // Bring them to the L2 cache. FP8 does not need this, since many rows share a scale.
+  // Prefetch the scales into the L2 cache. FP8 needs no prefetch: many rows share a scale.
   __device__ __forceinline__ static void prefetch(const RowScales& row, int start, int width,
                                                   int lane) {
 #if WEIGHT_BITS == 4
@@ -160,8 +160,8 @@ constexpr int BLOCK = EACH;
 
 // Block of BLOCK elements of x.
 struct Block {
-  float undo;  // what its integers are to be multiplied by; not finite if an element is not
-  int sum;     // of its integers
+  float undo;  // factor from its integers to its elements; not finite if an element is not
+  int sum;     // sum of its integers
 };
 
 // Make integers of elements of x, in place; called by all threads.
@@ -170,7 +170,7 @@ __device__ __forceinline__ void make_integers(ELEMENT* x, int elements, Block* b
   for (int i = threadIdx.x; i < elements / 8; i += THREADS) {
     const uint4 eight = load16(x + i * 8);
     const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
-    uint32_t largest = 0;  // as bits: NaN is above infinity, and that above all numbers
+    uint32_t largest = 0;  // bits: NaN is above infinity, and infinity above all numbers
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       largest = max(largest, max(words[j] & 0x7fff, words[j] >> 16 & 0x7fff));
@@ -180,7 +180,7 @@ __device__ __forceinline__ void make_integers(ELEMENT* x, int elements, Block* b
     const float most = unpacked(largest, ELEMENT()).x;
     const float by = most > 1e-33f ? 32767.0f / most : 0.0f;
     int sum = 0;
-    uint32_t bytes[2][2] = {};  // high and low ones of even and odd pairs
+    uint32_t bytes[2][2] = {};  // high and low bytes, of even and odd pairs
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 two = unpacked(words[j], ELEMENT());

@@ -147,8 +147,8 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
     return reinterpret_cast<float4*>(state + line * VALUES + item % SPLIT * COLUMNS) + lane;
   };
 
-  // No kernel of this step writes to states or weights, so these reads need not wait: a step begins
-  // with kernels that do not overlap with those before them.
+  // No earlier kernel of this step writes to states or weights, so these reads need not wait: a
+  // step begins with kernels that do not overlap with kernels of the previous step.
   float4 s[EACH > 1 ? 2 : 1][ROWS];
   uint2 window[TURNS], weights[TURNS];
   float rate = 0.0f, bias = 0.0f;
@@ -295,7 +295,7 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     const int number = turn * THREADS + thread;
-    // Queries and keys are the same in all of them.
+    // Queries and keys are the same in all thread blocks of the cluster.
     if (number < CHANNELS && (number >= 2 * KEYS || first == 0))
       windows[Channel(params, key_head, first, number).index] = window[turn];
   }

@@ -114,7 +114,7 @@ struct Unit {
   }
 };
 
-// Iteration of a warp over its pieces, and the unit of each.
+// Iteration of a warp over its pieces, with the unit of each piece.
 struct Pieces : Cursor<SIDES> {
   Unit unit;
   const int last;

@@ -271,7 +271,7 @@ using Sums = float[TILE / 16][COLUMNS / 8][4];
 
 #if WEIGHT_BITS != 16
 // Type of the factors: two codes become halves in one instruction, bfloat16 in four. With FP8,
-// experts keep ELEMENT, since they have few rows for each load of x, which would be converted
+// experts keep ELEMENT: they have few rows for each load of x, which would be converted
 // repeatedly.
 #if GROUPED && WEIGHT_BITS == 8
 using FACTOR = ELEMENT;

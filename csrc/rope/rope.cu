@@ -14,7 +14,7 @@
 #include "common/types.cuh"
 
 constexpr int EACH = HEAD_DIM / 32;  // channels of a lane
-constexpr int HALF = TURNED / 64;    // of those, half of the ones that are turned
+constexpr int HALF = TURNED / 64;    // half of the rotated channels of a lane
 
 struct Params {
   ELEMENT* heads;             // (rows, row_stride): query heads, then key heads

@@ -72,7 +72,7 @@ class BatchView(OscarCache):
             self.layers[index] = LinearLayer()
 
     def _join_states(self) -> None:
-        """Move the states of the rows into tensors of the batch, unless they are there."""
+        """Move the states of the rows into tensors of the batch, unless they are there already."""
         if self._joined:
             return
         self._joined, rows = True, [cache for cache in self._caches if cache is not None]

@@ -364,7 +364,7 @@ def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
 
 
 def forked(layers: Iterable[OscarLayer], cache: LayerCache) -> list[OscarLayer]:
-    """Return forks of layers that have received keys, with one launch for each device."""
+    """Return forks of layers that have received keys; one launch a device copies all flags."""
     forks = {
         layer.index: layer.fork(cache, flag)
         for there, flags in _flags(layers)

@@ -16,7 +16,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits, KVPolicy
 
 _MORE_TILES = 64
-"""Tiles for tokens that were stored in 16-bit precision before a prompt."""
+"""Additional tiles for tokens that precede a prompt and are still in 16-bit precision."""
 
 
 class PromptTables:
@@ -49,8 +49,8 @@ class PromptTables:
 
     @staticmethod
     def takes_policy(policy: KVPolicy) -> bool:
-        """Return whether pages can receive some of their tokens later, so that a prompt of any
-        length is stored by the same launches."""
+        """Return whether pages can receive tokens one by one, so that the same launches store a
+        prompt of any length."""
         return not policy.packed_bits or codec_of(policy).appends_tokens
 
     def write(self, step: StepPlan, start: int) -> bool:

@@ -160,9 +160,9 @@ def addresses_of(layers: Sequence[LinearLayer | None]) -> list[list[int]]:
 class StateTable:
     """Addresses of the states of a batch's rows, in tensors that CUDA graphs read.
 
-    States stay where the rows' caches have them. When rows join or leave, only addresses change:
-    no state is copied, no memory is held for rows that are not there, and whatever a row's cache
-    does with its states between two steps (undo, fork, mark) is what it does outside of a batch.
+    States stay in the rows' caches. When rows join or leave, only addresses change: no state is
+    copied, and absent rows take no memory. Between two steps, a row's cache can use its states
+    (undo, fork, mark) as it does outside of a batch.
     """
 
     def __init__(self) -> None:
@@ -175,8 +175,8 @@ class StateTable:
         """Write the addresses of the rows of a step, unless they are still the same.
 
         Args:
-            rows: for each row, as many as in the first call, the layers of the cache that has its
-                states, and its row there; None for a row without a new token.
+            rows: for each row, the layers of the cache that has its states, and its row in that
+                cache; None for a row without a new token. Each call has as many rows as the first.
         """
         self._rows = rows
         if not self._places:

@@ -112,7 +112,7 @@ class DecodeRunner:
 
     Attributes:
         rows: rows of the batch; None marks padding.
-        piece: piece of prompts that the next launch takes along if it can; the caller resets it.
+        piece: piece of prompts that the next launch includes if it can; the caller resets it.
     """
 
     def __init__(

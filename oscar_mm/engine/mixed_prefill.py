@@ -1,7 +1,7 @@
 """Mixed prefill: short text prompts are read in pieces, each in the pass of a decode step.
 
-A pass has the rows of the running requests, and as many tokens of waiting prompts as it can take:
-its bounded number of rows bounds the time between tokens.
+A pass has the rows of the running requests, and as many tokens of waiting prompts as fit. The
+maximum number of rows of a pass bounds the time between tokens.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
 _ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, MAX_PIECE)
-"""Rows of a pass, no more numbers than graphs are kept. Products compute tiles of 128 rows, so
-other numbers would waste a part."""
+"""Numbers of rows that a pass may have, as many as graphs are kept. Products compute tiles of 128
+rows, so other numbers would waste a part of a tile."""
 _LEAST = 32
 """Minimum number of prompt tokens in a pass of ``_ROWS``."""
 _SEPARATE = 4
-"""Number of pieces that run beside a batch of some size before a pass of both is captured. A
-capture takes as long as ten passes, and while clients arrive, each size serves for a few only."""
+"""Number of pieces of one size that run after the steps of a batch of one size, before a pass of
+both is captured. A capture takes as long as ten passes, and while clients arrive, each batch size
+lasts for a few steps only."""
 
 
 @dataclass(eq=False)
 class _Reading:
-    """Request whose prompt is in the scratch in part.
+    """Request whose prompt has been read in part, or is about to be.
 
     Attributes:
         request: the request; its memory is reserved.
@@ -74,7 +75,7 @@ class _Reading:
 
 
 class CompletePrompts(NamedTuple):
-    """Requests whose prompts are complete, and what the device returns for them.
+    """Requests whose prompts are complete, and the device's results for them.
 
     Attributes:
         chosen: their first tokens.
@@ -143,7 +144,7 @@ class MixedPrefill:
 
     @property
     def is_full(self) -> bool:
-        """Whether the next pass has enough tokens without further prompts."""
+        """Whether the next pass needs no further prompts: it is full, or the scratch is."""
         return sum(x.unread for x in self._readings) >= MAX_PIECE or any(
             reading.start is None for reading in self._readings
         )
@@ -252,7 +253,8 @@ class MixedPrefill:
                     self._scratch.load(reading.request.cache, reading.start)
 
     def _room(self, tokens: int) -> int | None:
-        """Return where to put a prompt in the scratch: behind the last one, or at the beginning."""
+        """Return the index for a prompt in the scratch, after the last one or at the beginning;
+        None if there is no room."""
         placed = [x for x in self._readings if x.start is not None]
         if not placed:
             return 0
@@ -266,7 +268,7 @@ class MixedPrefill:
 
 
 def _piece_size(rows: int, unread: int) -> int:
-    """Return the number of rows for prompt tokens, in a pass of which ``rows`` rows decode."""
+    """Return the number of rows for prompt tokens in a pass that has ``rows`` decoding rows."""
     sizes = [total - rows for total in _ROWS if total - rows >= _LEAST]
     return next((size for size in sizes if size >= unread), sizes[-1])
 

@@ -214,7 +214,7 @@ class RunningBatches:
         """Decode one token for each request.
 
         Args:
-            piece: piece of prompts that the shared batch's pass takes along if it can.
+            piece: piece of prompts that the pass of the shared batch includes if it can.
         """
         begin, shared = self.now(), self._shared
         self.stepping = True

@@ -110,8 +110,8 @@ class Scheduler:
         self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._batches)
         self._mixed: MixedPrefill | None = None
         self._may_mix = True
-        """Whether ``_mixed`` may be created, once it has no requests, for the model's present
-        weights."""
+        """Whether a new ``_mixed`` is to be created for the model's current weights, once the old
+        one has no requests."""
         self._voices = Voices(store.policy, admission)
         self._blocked = False
         """Whether the queue waits for memory."""
@@ -283,8 +283,7 @@ class Scheduler:
                 return
 
     def _mixed_for(self, request: Request) -> MixedPrefill | None:
-        """Return the reader of prompts that are read along with decode steps, if it takes this
-        one."""
+        """Return the reader of mixed passes if it takes the prompt of a request."""
         if request.ended or not self._batches.joins(request):
             return None
         if self._may_mix:
@@ -299,7 +298,7 @@ class Scheduler:
         """Run a decode step together with the next piece of prompts.
 
         The host takes the first tokens of an earlier piece while the device runs this one. After an
-        error, each prompt is read alone.
+        error, ``_read_again`` prefills each prompt alone.
         """
         with self._beginning() as requests:
             requests += mixed.drop()  # Calls may have used their caches since they ended.
@@ -311,8 +310,10 @@ class Scheduler:
                 self._batches.step(piece)
                 if piece is not None:
                     mixed.finish(piece)
-            except BaseException as error:  # Even an interrupt from a hook, which would come again.
-                _log.warning("prompts are read one by one after an error in their pass: %s", error)
+            except BaseException as error:  # Even an interrupt by a hook, which would recur.
+                _log.warning(
+                    "prompts are read one by one after an error in a mixed pass: %s", error
+                )
                 again += [(request, error) for request in mixed.drop(ended=False)]
             for one in complete:
                 if one.stored.overflowed():

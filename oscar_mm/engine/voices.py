@@ -40,8 +40,8 @@ class Voices:
     """Generates the speech of a scheduler's spoken requests, as one batch.
 
     A step adds a frame to each voice whose next word is written, and prefills a chunk of a voice
-    that begins. While other answers decode, steps take at most half of the time, except that the
-    first piece of speech comes as soon as possible.
+    that begins. While other answers decode, steps take at most half of the time; only the first
+    piece of an answer's speech may take more, so that it comes as soon as possible.
 
     Only the engine thread may use it, except for ``add``.
 

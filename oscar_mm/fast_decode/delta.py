@@ -1,8 +1,8 @@
 """Delta: one decode step of a Gated DeltaNet layer between its projections, in one launch.
 
 The convolution and SiLU, the L2 norm of queries and keys, the gates, the recurrent state and the
-gated RMSNorm. The states of each row are at addresses of their own, so rows may join and leave a
-batch without a copy of their states, and a CUDA graph reads the addresses from a tensor.
+gated RMSNorm. The states of each row have addresses of their own, which a CUDA graph reads from a
+tensor, so rows may join and leave a batch without a copy of their states.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_ROWS = (1 << 16) - 1
 
 
 class Part(NamedTuple):
-    """Where a part of the projections is in a row: that of key head i begins at
+    """Place of a part of the projections in a row: the part of key head i begins at
     offset + i * stride."""
 
     offset: int
@@ -90,7 +90,7 @@ class DeltaShape(NamedTuple):
 
     @property
     def by_key_head(self) -> Parts:
-        """Parts of projections that have everything of a key head together (Qwen3-Next)."""
+        """Parts of projections that group all parts by key head (Qwen3-Next)."""
         values = self.group * self.values
         width = 2 * self.keys + 2 * values
         return Parts(
@@ -113,7 +113,7 @@ class DeltaArguments(NamedTuple):
         convolution: (channels, taps): weights of the convolution, whose channels are all queries,
             then all keys, then all values.
         decay: (value heads,): logarithm of A.
-        bias: (value heads,): is added to a.
+        bias: (value heads,): bias of a.
         norm: (values,): weight of the norm.
         epsilon: epsilon of the norm.
         shape: numbers of heads and channels.
@@ -162,7 +162,7 @@ class Specialization(NamedTuple):
     @classmethod
     def of(cls, shape: DeltaShape, dtype: torch.dtype, rows: int, device: torch.device) -> Self:
         """Return the specialization for a number of rows: few rows are divided among many thread
-        blocks, which with many rows would load and wait more often."""
+        blocks; with many rows, that would only make thread blocks load and wait more often."""
         sizes = cluster_sizes(shape.group, shape.values, architecture(device))
         least = _BLOCKS * multiprocessors(device)
         enough = (one for one in sizes if rows * shape.key_heads * one >= least)
@@ -216,8 +216,8 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
         kernel: Callable[[DeltaArguments], torch.Tensor],
         device: torch.device,
     ) -> float:
-        """Return the largest relative error of an output or a state, of two steps of three rows,
-        one of which has no token."""
+        """Return the largest relative error of an output or a state after two steps of three
+        rows, one of which has no token."""
         keys, values, group, _, dtype = specialization
         shape, errors = DeltaShape(3, 3 * group, keys, values), list[float]()
         for parts in (shape.one_after_the_other, shape.by_key_head):

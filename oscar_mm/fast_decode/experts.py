@@ -75,8 +75,8 @@ MAX_GROUPED = 512
 _MAX_PROMPT_ROWS = 1 << 16
 ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
 _MOST_COLUMNS = 32
-"""Maximum rows of a group. With so many, a warp multiplies at most 64 elements of INT4 weights at a
-time: those of x take registers."""
+"""Maximum number of rows of a group. With so many rows, a warp multiplies at most 64 elements of
+INT4 weights at a time, because the elements of x take registers."""
 _EARLY = 2
 """Pieces that the second kernel loads without waiting for the first. With one, steps take 1%
 longer; with three, as long as with two (30B-A3B after 32K tokens, H100)."""
@@ -128,7 +128,7 @@ class Specialization(NamedTuple):
         pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"]) * bits // 8
         down = macros["DOWN"]
         elements = self.rows * (self.choice.chosen * self.between if down else self.width)
-        # In INT4, each block of 32 elements has 8 bytes more.
+        # In INT4, each block of 32 elements takes 8 more bytes.
         blocks = elements // 4 if bits == 4 else 0
         return pieces + 2 * (elements if down else elements + self.width) + blocks
 
@@ -338,8 +338,8 @@ class GroupedKernels(
 
 
 def _of_first(experts: Experts) -> Iterator[dict[str, Any]]:
-    """Yield weights, scales and zero points of the first expert, for both products; those of the
-    other experts follow in memory."""
+    """Yield the weights, scales and zero points of the first expert for both products; the other
+    experts follow in memory."""
     stacked = {
         "weights": (experts.gate_and_up, experts.down),
         "scales": experts.scales,

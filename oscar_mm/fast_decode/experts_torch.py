@@ -25,8 +25,8 @@ class Experts(NamedTuple):
         down: (experts, width, between).
         chosen: number of experts per row.
         normalized: whether the shares of a row's experts are normalized to add up to 1.
-        scales, zeros: scales of ``gate_and_up`` and of ``down``, and with INT4 zero points, as of
-            ``QuantizedMatrix``; none unless both are quantized to the same format.
+        scales, zeros: scales of ``gate_and_up`` and of ``down``, and with INT4 zero points, see
+            ``QuantizedMatrix``; empty unless both have the same quantized format.
     """
 
     router: torch.Tensor
@@ -74,7 +74,7 @@ class MixtureArguments(NamedTuple):
 
     @property
     def experts(self) -> Experts:
-        """The weights."""
+        """Weights of the router and the experts."""
         return Experts(*self[3:])
 
     def result(self) -> torch.Tensor:

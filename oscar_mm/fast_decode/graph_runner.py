@@ -264,7 +264,7 @@ class GraphRunner:
         Args:
             tokens, ended, piece: see ``__call__``.
         """
-        # A step changes states for good, also those of a row that turns out to have ended.
+        # A step changes states for good, even the states of a row that turns out to have ended.
         if self._replay is None or self._has_states:
             return
         step = self._steps.plan_ahead(_codes(ended))
@@ -291,7 +291,7 @@ class GraphRunner:
                 beside = graphs.replay(size, both)
                 # The first pass is eager: it compiles kernels.
                 found = (beside or both)()
-        except BaseException:  # The prompts are read again, and the step must not fail with them.
+        except BaseException:  # The prompts are read again; the step must not fail with them.
             piece.alone = True
             return replay()
         prompts = len(found) - len(self._ids)

@@ -1,7 +1,7 @@
 """Layers of hybrids (Qwen3-Next, Qwen3.5): Gated DeltaNet, and attention with an output gate.
 
-Their norms are centered (``CenteredNorm``) and need a launch of their own. RoPE turns only the
-first channels of a head.
+Their norms are centered (``CenteredNorm``) and need a launch of their own. RoPE rotates only
+the first channels of a head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def has_hybrid_parts(layer: Any) -> bool:
 
 
 def hybrid_launches(layer: Any) -> tuple[tuple[Any, ...], ...]:
-    """Return the projections that each launch before the mixing of tokens multiplies by."""
+    """Return the projections of each launch before attention or Gated DeltaNet."""
     mixer = getattr(layer, "linear_attn", None)
     if mixer is None:
         return ((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),)
@@ -56,7 +56,7 @@ class DeltaLayer(FeedForward):
     index: int
     """Index of the layer."""
     table: StateTable
-    """Where the states of the rows are."""
+    """Addresses of the states of the rows."""
     mixer_norm: Norm | CenteredNorm
     mixed: Product
     gates: Product
@@ -120,7 +120,7 @@ class GatedLayer(FastLayer):
     ) -> torch.Tensor:
         """Return the output of the attention block, see ``FastLayer.attended``."""
         heads, (queries, keys, _) = self.projected(rows), self.heads
-        # Each query head comes before its gate.
+        # Each query head is followed by its gate.
         turning = heads[:, : queries + keys]
         rope_(turning, queries // 2, cosine, sine, self.head_norms, gated=True)
         asked, *others = heads.split(self.heads, 1)

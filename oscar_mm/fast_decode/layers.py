@@ -1,7 +1,8 @@
 """Fast layers: a decoder layer's arithmetic in few launches, for one token per row or for prompts.
 
 Two norms, the gate and both residual sums are fused into the matrix products next to them
-(``oscar_mm.fast_decode.linear``). The weights and mixtures of experts still belong to the modules.
+(``oscar_mm.fast_decode.linear``). The weights and mixtures of experts still belong to
+transformers' modules.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class FastLayer(FeedForward):
     attention_norm: Norm | CenteredNorm
     projections: Product
     heads: tuple[int, ...]
-    """Number of query, key and value heads of this rank."""
+    """Numbers of query, key and value heads of this rank."""
     head_norms: tuple[Any, Any] | None
     """Norms of queries and keys, both of the same kind as the other norms."""
     output: Product

@@ -34,14 +34,14 @@ MAX_PIECE = 2560
 """Maximum number of rows of a pass, which takes some 60 ms (8B, H200); with more, a GPU computes no
 faster per token."""
 MAX_PROMPTS = 16
-"""Maximum number of prompts that a piece contains in part."""
+"""Maximum number of prompts that have tokens in a piece."""
 _MAX_TOKENS = 8192
 _MEMORY_SHARE = 128
-"""The scratch takes at most this part of the GPU's memory."""
+"""The scratch takes at most this fraction of the GPU's memory: 1/128."""
 _MAX_DECODING = 256
 """Maximum number of decoding rows of a pass."""
 _MAX_GRAPHS = 9
-"""Maximum number of graphs of each kind that are kept, each of another number of rows."""
+"""Maximum number of graphs of each kind that are kept, one for each number of rows."""
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ class PromptPiece:
 
     Attributes:
         size: rows of the pass, padding included.
-        alone: whether no decode step may take it along.
+        alone: whether the piece must run without a decode step.
         logits: (MAX_PROMPTS, vocabulary) logits after the prompts that the piece completes, in
             order; None until the pass is launched. The next piece overwrites them.
     """
@@ -82,11 +82,11 @@ class PromptPiece:
 
 
 class StoredPrompts(NamedTuple):
-    """Result of storing prompts, which the device may still be working on.
+    """Result of storing prompts, which may not have arrived from the device yet.
 
     Attributes:
         flags: (layers,) int32 on the host: whether a key or value was out of range.
-        arrived: event after the copy of ``flags``; None if it is done.
+        arrived: event after the copy of ``flags``; None if the copy is complete.
     """
 
     flags: torch.Tensor
@@ -129,7 +129,7 @@ class GraphCache:
                 # Ending a broken capture raises an error that hides the cause.
                 self.fails = True
                 _log.warning(
-                    "short prompts are read without CUDA graphs, since none could be captured: %s",
+                    "a CUDA graph that reads short prompts could not be captured: %s",
                     error.__context__ or error,
                 )
             while len(self._replays) > _MAX_GRAPHS:
@@ -155,7 +155,7 @@ class PromptScratch:
         capture: capture function of graphs that share their memory.
 
     Attributes:
-        capture: see above; for the graphs of ``GraphRunner``.
+        capture: see above; ``GraphRunner`` captures its mixed passes with it.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ _checker = ArgumentChecker("rope")
 
 class RopeArguments(NamedTuple):
     """Arguments of ``rope``, which rotates channels i and i + turned / 2 of each head by the angle
-    for its row; channels from ``turned`` on stay.
+    for its row; channels from ``turned`` on are not rotated.
 
     Attributes:
         heads: (rows, heads, head_dim), query heads first; contiguous except between rows.
@@ -34,7 +34,7 @@ class RopeArguments(NamedTuple):
         query_norm: (head_dim,): RMSNorm weight for query heads; None for no norm.
         key_norm: (head_dim,): RMSNorm weight for key heads; None for no norm.
         epsilon: epsilon of both norms.
-        centered: whether the norms are of the kind of ``CenteredNorm``.
+        centered: whether the norms are ``CenteredNorm``.
         gated: whether each query head is followed by a gate, which stays as it is.
     """
 

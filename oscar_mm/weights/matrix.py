@@ -12,7 +12,7 @@ from oscar_mm.weights import fp8, int4
 
 
 class QuantizedMatrix(NamedTuple):
-    """Weights of a product, or of one for each expert.
+    """Weights of one product, or of one product for each expert.
 
     Attributes:
         codes: (..., outputs, width) in FP8, or (..., outputs, width / 8) words of INT4 codes.
@@ -48,7 +48,7 @@ class QuantizedMatrix(NamedTuple):
         )
 
     def chosen(self, index: int | torch.Tensor) -> Self:
-        """Return the matrices of experts."""
+        """Return the matrices of the experts at an index."""
         codes, scales, zeros = self
         return type(self)(codes[index], scales[index], None if zeros is None else zeros[index])
 
