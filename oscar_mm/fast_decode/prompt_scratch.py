@@ -31,8 +31,8 @@ from oscar_mm.ops.decode_tables import upload
 from oscar_mm.policy import KVPolicy
 
 MAX_PIECE = 2560
-"""Maximum number of rows of a pass, which takes some 60 ms (8B, H200); with more, a GPU computes no
-faster per token."""
+"""Maximum number of rows of a pass, which by arithmetic takes about 60 ms (8B, H200); with more, a
+GPU computes no faster per token."""
 MAX_PROMPTS = 16
 """Maximum number of prompts that have tokens in a piece."""
 _MAX_TOKENS = 8192
