@@ -9,9 +9,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
+from inspect import GEN_CLOSED, GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
+import torch
+
+from oscar_mm.admission.admission import Past
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.memory import MemoryReport
@@ -32,6 +36,8 @@ from oscar_mm.chat.history import (
     marked_before_reasoning,
     prefill_groups,
 )
+from oscar_mm.chat.listening import Listening
+from oscar_mm.chat.open_turn import OpenTurn, plain
 from oscar_mm.engine.answer import Answer, AnswerStream, Delivery
 from oscar_mm.engine.message import (
     Message,
@@ -45,11 +51,12 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.request import PrefillRequest, Request
 from oscar_mm.engine.request_options import QuestionOptions, split_media
 from oscar_mm.engine.sampling import Sampling
-from oscar_mm.engine.speech import Speech
+from oscar_mm.engine.speech import NOT_BEGUN, Begun, Speech, Voice
 from oscar_mm.engine.spoken_request import SpokenRequest
-from oscar_mm.errors import Cancelled, InputError
+from oscar_mm.errors import Cancelled, InputError, shown
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
+from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.sizes import format_bytes
 from oscar_mm.tool_parsers.offer import ToolOffer
@@ -62,6 +69,7 @@ _TOO_EARLY = (
     "undo: the states of linear attention from before this turn are not kept any more (a chat "
     f"keeps the latest {format_bytes(MARK_BYTES)} of them): start a new chat"
 )
+_NOT_SPOKEN = "speaker requires speak=True"
 _ARGUMENTS = (
     *("prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"),
     *("speak", "speaker"),
@@ -230,6 +238,45 @@ class Chat:
             how: dict[str, Any] = {"keep_part": True, "cut_to_fit": cut_to_fit}
             how |= {"speak": speak, "speaker": speaker}
             return self._stream(asked, sampling, tools=tools or self.tools, **how)
+
+    def listen(
+        self,
+        rate: int = RATE,
+        *,
+        label: str = "recording",
+        speak: bool = False,
+        speaker: str | None = None,
+    ) -> Listening:
+        """Read a recording into the chat while it is being made.
+
+        ::
+
+            with chat.listen() as listening:
+                for samples in microphone:
+                    listening.hear(samples)
+                print(listening.ask("What was decided?"))
+
+        The model reads the recording in blocks of 8 seconds as they are complete, so that a
+        question waits for no more than the last 9 seconds. See ``Listening`` for the differences
+        from a whole recording.
+
+        Args:
+            rate: samples per second, from 1,000 to 1,000,000; other rates than 16,000 are
+                resampled.
+            label: name of the recording, for segments and errors.
+            speak: whether to also speak the answers, see ``ask``.
+            speaker: see ``ask``.
+
+        Raises:
+            InputError: if the model does not support audio in blocks, or the rate is out of range;
+                with ``speak``, see ``ask``.
+        """
+        if speak:
+            speaker = self.pipe.check_speech(speaker)
+            self._spillable.conversation.missed()
+        elif speaker is not None:
+            raise InputError(_NOT_SPOKEN)
+        return Listening(self, rate, label, speaker)
 
     def tell(
         self, prompt: str, answer: str, images: Any = None, videos: Any = None, audio: Any = None
@@ -416,11 +463,12 @@ class Chat:
         def forget(now: Conversation) -> None:
             turn, medium = now.place_of(segment)
             span = now.turns[turn].media[medium]
-            cache, heard = now.cache.fork(), now.heard.forked()
+            cache, heard = now.cache.fork(), now.heard
             cache.forget(span.start, span.stop)
             talker = self.pipe.family.talker
-            if heard.cache is not None and talker is not None:
-                heard.cache.forget(*talker.heard_span(now.token_ids[0], span.start, span.stop))
+            if talker is not None and span.stop <= heard.end.tokens:
+                part = talker.heard_span(now.token_ids[0], span.start, span.stop)
+                heard = heard.without(*part)
             self._spillable.replace(now.without_medium(cache, turn, medium, heard))
             self.pipe.store.trim()
 
@@ -453,6 +501,37 @@ class Chat:
                 self._spillable.replace(now.without_last_turn(cache))
 
         self._alone(undo)
+
+    def shorten_answer(self, count: int) -> None:
+        """Remove the last tokens of the last answer, such as those that nobody has heard.
+
+        Args:
+            count: number of tokens, at most those of the answer.
+
+        Raises:
+            InputError: if there is no answer with so many tokens, if it has reasoning or comes from
+                a file, or if the model keeps states (Qwen3.5).
+        """
+
+        def cut(now: Conversation) -> None:
+            tokens = now.turns[-1].answer_tokens if now.turns else None
+            if tokens is None or type(count) is not int or not 0 <= count <= tokens:
+                raise InputError(
+                    f"shorten_answer({shown(count)}): the last answer has {tokens or 0} tokens "
+                    "that can be removed"
+                )
+            removed = max(0, count - len(now.pending))
+            if now.cache.linear_layers and removed:
+                raise InputError("shorten_answer: this model keeps states, which cannot be cut")
+            ids = [*now.token_ids[0, now.tokens - (tokens - len(now.pending)) :], *now.pending]
+            tokenizer = self.pipe.family.processor.tokenizer
+            text = tokenizer.decode(ids[: tokens - count], skip_special_tokens=True)
+            cache = now.cache.fork()
+            if removed:
+                cache.crop(-removed)
+            self._spillable.replace(now.with_answer_cut(cache, count, text))
+
+        self._alone(cut)
 
     def fork(self) -> Chat:
         """Create a second chat that shares the past and its pages; the chats then diverge."""
@@ -532,6 +611,7 @@ class Chat:
         prepare: Callable[[Conversation], Prompt],
         max_new_tokens: int,
         begin: Callable[[Conversation, Prompt], Result],
+        turn: OpenTurn | None = None,
     ) -> Result:
         """Prepare the next prompt, check that it fits, and return the result of ``begin``.
 
@@ -541,6 +621,7 @@ class Chat:
             max_new_tokens: number of output tokens that must fit after the prompt.
             begin: function of the conversation and the prompt that runs in the engine thread; must
                 not return None.
+            turn: open turn whose rest is the prompt; None if nothing of the turn was read.
         """
         pipe = self.pipe
 
@@ -548,7 +629,7 @@ class Chat:
             now = self._load()
             if now.turns is not then.turns:
                 return None  # A stream that was left became a turn meanwhile.
-            pipe.admission.check_prompt(prompt, max_new_tokens, past_of(now))
+            pipe.admission.check_prompt(prompt, max_new_tokens, self._past(now, turn))
             return begin(now, prompt)
 
         with self._calls:
@@ -559,6 +640,104 @@ class Chat:
                 check_now = partial(check, then, prompt)
                 result = pipe.engine.call_with_memory(check_now, self.client)
             return result
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a stream was begun that has not ended."""
+        running = self._running and self._running()
+        if running is None or (state := getgeneratorstate(running)) == GEN_CLOSED:
+            return False
+        return state != GEN_SUSPENDED or self.answering is not None
+
+    def end_stream(self) -> None:
+        """End an open stream, as the next question does.
+
+        Raises:
+            RuntimeError: if another thread is reading the stream.
+        """
+        with self._calls:
+            self._wait_for_left()
+            self.pipe.engine.call(self._end_stream)
+
+    def _past(self, now: Conversation, turn: OpenTurn | None) -> Past:
+        """Return the past of a turn, of which a part may have been read."""
+        past = past_of(now)
+        if turn is None or turn.cache is None:
+            return past
+        return replace(past, cache=turn.cache, tokens=past.tokens + turn.tokens)
+
+    @staticmethod
+    def _check_past(now: Conversation, turn: OpenTurn | None) -> None:
+        """Refuse a turn whose beginning was read after other turns.
+
+        Raises:
+            InputError: if turns were added, removed or changed since then.
+        """
+        if turn is not None and turn.cache is not None and now.turns is not turn.past:
+            raise InputError(
+                "listen: other turns were added to the chat, or removed, since its recording "
+                "began: call listen() again"
+            )
+
+    def read_open_turn(self, turn: OpenTurn) -> None:
+        """Read what is certain of a question, while other requests run; not during an answer.
+
+        Raises:
+            InputError: see ``ask``; the turn is as before then.
+        """
+        pipe, family = self.pipe, self.pipe.family
+        reading: PrefillRequest | None = None
+        read: Prompt | None = None
+        messages = turn.asked("")
+
+        def prepare(then: Conversation) -> Prompt:
+            nonlocal read
+            self._check_past(then, turn)
+            asked = with_system(None if then.turns else self.system, messages)
+            prompt = next_prompt(pipe, then, asked, media, 1, self.tools)
+            parts = turn.parts(family, prompt)
+            certain = parts[: max(i for i, part in enumerate(parts) if part.media) + 1]
+            read = plain(family, certain)
+            return replace(turn.unread(family, certain), adapter=self.adapter)
+
+        def begin(now: Conversation, prompt: Prompt) -> PrefillRequest:
+            nonlocal reading
+            talker = family.talker if turn.keeps_states else None
+            states = None if talker is None else talker.states(prompt)
+            cache = now.forked_cache() if turn.cache is None else turn.cache.fork()
+            reading = PrefillRequest(pipe.engine, prompt.to(family.device), cache, states)
+            reading.client, turn.past = self.client, now.turns
+            self._spillable.answering = reading
+            return reading
+
+        def end() -> None:
+            assert reading is not None and read is not None
+            turn.took(reading.cache, read, () if reading.states is None else reading.states.kept)
+            self._spillable.answering = None
+
+        with self._calls:
+            try:
+                with self._shown(messages, 1) as media:
+                    self._read(self._next_turn(prepare, 1, begin, turn))
+                pipe.engine.call(end)
+            finally:
+                pipe.engine.call(lambda: self._drop(reading))
+
+    def ask_open_turn(
+        self, turn: OpenTurn, speaker: str | None, **options: Unpack[QuestionOptions]
+    ) -> AnswerStream:
+        """Stream the answer to a question whose beginning may be in the cache; see ``stream``.
+
+        Args:
+            turn: the question.
+            speaker: voice of the answer; None for an answer in text.
+            options: see ``ask``.
+        """
+        sampling, _ = split_media(options, self.pipe.family)
+        with self._calls:
+            how: dict[str, Any] = {"keep_part": True, "cut_to_fit": True}
+            how |= {"speak": speaker is not None, "speaker": speaker}
+            return self._stream(turn.messages, sampling, tools=self.tools, turn=turn, **how)
 
     def _wait_for_left(self) -> None:
         """Wait for the thread of a stream that a coroutine has left, since that thread still uses
@@ -593,6 +772,7 @@ class Chat:
         cut_to_fit: bool = False,
         speak: bool = False,
         speaker: str | None = None,
+        turn: OpenTurn | None = None,
     ) -> AnswerStream:
         start = time.perf_counter()
         pipe = self.pipe
@@ -606,32 +786,39 @@ class Chat:
         if speak:
             speaker = pipe.check_speech(speaker, sampling)
         elif speaker is not None:
-            raise InputError("speaker requires speak=True")
+            raise InputError(_NOT_SPOKEN)
         max_new_tokens = 1 if cut_to_fit else sampling.max_new_tokens
         decoding = ExitStack()
+        whole: Prompt | None = None
 
         def prepare(then: Conversation) -> Prompt:
-            if speak:
+            nonlocal whole
+            if speak or (turn is not None and turn.keeps_states):
                 then.missed()
-            turn = with_system(None if then.turns else self.system, messages)
-            prompt = next_prompt(pipe, then, turn, shown, max_new_tokens, tools)
+            self._check_past(then, turn)
+            asked = with_system(None if then.turns else self.system, messages)
+            prompt = next_prompt(pipe, then, asked, shown, max_new_tokens, tools)
             decoding.close()
+            if turn is not None:
+                parts = turn.parts(pipe.family, prompt)
+                whole = turn.whole(pipe.family, parts)
+                prompt = turn.unread(pipe.family, parts)
             found = replace(prompt, salt=self.cache_salt, adapter=self.adapter)
             return marked_before_reasoning(found, pipe.family)
 
         def fitted(now: Conversation, prompt: Prompt) -> tuple[Prompt, Sampling]:
             if not cut_to_fit:
                 return prompt, sampling
-            longest = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
+            past = self._past(now, turn)
+            longest = longest_answer(pipe, past, prompt, sampling.max_new_tokens)
             return prompt, replace(sampling, max_new_tokens=longest)
 
         with decoding:
             shown = decoding.enter_context(self._shown(messages, max_new_tokens))
-            prompt, sampling = self._next_turn(prepare, max_new_tokens, fitted)
-            asked = with_spans(messages, prompt.media)
+            prompt, sampling = self._next_turn(prepare, max_new_tokens, fitted, turn)
+            asked = _Asked(messages, prompt, prompt if whole is None else whole, turn, speaker)
             delivery = Delivery()
-            how = tools, keep_part, delivery, speaker
-            pieces = self._answer(asked, prompt, sampling, start, *how)
+            pieces = self._answer(asked, sampling, start, tools, keep_part, delivery)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"), delivery)
 
@@ -654,16 +841,53 @@ class Chat:
         reader = self.pipe.media_reader
         return reader.reading(media_of(messages), fits=fits, cancelled=lambda: self._cancelled)
 
+    def _voice(self, asked: _Asked, before: Conversation, sampling: Sampling) -> Voice | None:
+        """Return the voice whose talker hears a question; None if none does."""
+        talker, turn = self.pipe.family.talker, asked.turn
+        hears = asked.speaker is not None or (turn is not None and turn.keeps_states)
+        if talker is None or not hears:
+            return None
+        speaker = asked.speaker or talker.speakers[0]
+        past = before.heard, before.missed()
+        begun = NOT_BEGUN if turn is None else Begun(turn.tokens, tuple(turn.states))
+        return talker.voice(asked.whole, speaker, sampling.seed, *past, begun)
+
+    def _request(
+        self, asked: _Asked, before: Conversation, voice: Voice | None, *more: Any, **how: Any
+    ) -> Request:
+        """Return the request of a turn after a conversation.
+
+        Args:
+            asked: the question.
+            before: the conversation, with its cache.
+            voice: see ``_voice``.
+            more, how: further arguments of ``Request``, after the cache.
+        """
+        family, turn = self.pipe.family, asked.turn
+        talker = family.talker
+        self._check_past(before, turn)
+        history = [before.token_ids]
+        if turn is not None and turn.cache is not None and turn.read is not None:
+            cache = turn.cache.fork()
+            history.append(turn.read.inputs["input_ids"])
+        else:
+            cache = before.forked_cache()
+        first = self.pipe.engine, asked.unread.to(family.device), cache, *more
+        how["history"] = torch.cat(history, dim=1)
+        if voice is None or talker is None:
+            return Request(*first, **how)
+        if asked.speaker is None:
+            return Request(*first, states=voice.missing_states, **how)
+        return SpokenRequest(*first, talker=talker, voice=voice, **how)
+
     def _answer(
         self,
-        asked: tuple[Message, ...],
-        prompt: Prompt,
+        asked: _Asked,
         sampling: Sampling,
         start: float,
         tools: ToolOffer | None,
         keep_part: bool,
         delivery: Delivery,
-        speaker: str | None,
     ) -> Generator[Piece | Speech | Answer, None, None]:
         """Yield the pieces of the answer, then record the turn and yield the answer."""
 
@@ -672,22 +896,15 @@ class Chat:
             stored = cache.kv_manager.stored_length - before.tokens - prompt.tokens
             said = Message("assistant", (written.text,), "answer", written.tool_calls)
             answer = said, written.token_ids, finish_reason, stored, written.reasoning_span
-            return before.with_turn(cache, prompt, asked, *answer, running_request.voice)
+            messages = with_spans(asked.messages, prompt.media)
+            return before.with_turn(cache, prompt, messages, *answer, voice)
 
         def begin() -> tuple[Conversation, Request]:
-            nonlocal begun
+            nonlocal begun, voice
             before = self._spillable.load()
-            begun = running_request = self._request_kind(before, prompt, sampling, speaker)(
-                self.pipe.engine,
-                prompt.to(self.pipe.family.device),
-                before.forked_cache(),
-                sampling,
-                start,
-                history=before.token_ids,
-                keeps_cache=True,
-                tools=tools,
-                delivery=delivery,
-            )
+            how: dict[str, Any] = {"keeps_cache": True, "tools": tools, "delivery": delivery}
+            voice = self._voice(asked, before, sampling)
+            begun = running_request = self._request(asked, before, voice, sampling, start, **how)
             running_request.client = self.client
             self._spillable.answering = running_request  # From here on the chat cannot be spilled.
             if not (self._cancelled or self._stopped):
@@ -695,8 +912,8 @@ class Chat:
             return before, running_request
 
         def end() -> Answer:
-            if running_request.voice is not None:
-                running_request.voice.settle()
+            if voice is not None:
+                voice.settle()
             answer = running_request.answer()
             reason = "interrupted" if running_request.cancelled else answer.finish_reason
             self._spillable.conversation = after(reason)
@@ -706,9 +923,14 @@ class Chat:
                 before.heard.close()
             self._spillable.drop_reasoning().cache.shrink()
             self._spillable.settle()
-            return replace(answer, memory=self.memory)
+            if asked.turn is not None:
+                asked.turn.answered = True
+                asked.turn.close()
+            return replace(answer, memory=self.memory, prompt_tokens=prompt.tokens)
 
         begun: Request | None = None
+        voice: Voice | None = None
+        prompt = asked.whole
         try:
             before, running_request = self.pipe.engine.call_with_memory(begin, self.client)
             if self._cancelled or self._stopped:
@@ -721,6 +943,8 @@ class Chat:
             # The garbage collector may run this in any thread, so the store is not accessed.
             if keep_part and running_request.written.says:
                 self._spillable.conversation = after("interrupted")
+                if asked.turn is not None:
+                    asked.turn.answered, asked.turn.cache = True, None
             self._spillable.answering = None
             raise
         except BaseException:
@@ -729,16 +953,23 @@ class Chat:
             raise
         yield answer
 
-    def _request_kind(
-        self, before: Conversation, prompt: Prompt, sampling: Sampling, speaker: str | None
-    ) -> Callable[..., Request]:
-        """Return what creates the request of a turn, which is spoken if there is a speaker."""
-        talker = self.pipe.family.talker
-        if speaker is None or talker is None:
-            return Request
-        past = before.heard, before.missed()
-        voice = talker.voice(prompt, speaker, sampling.seed, *past)
-        return partial(SpokenRequest, talker=talker, voice=voice)
-
     def _new_cache(self) -> OscarCache:
         return OscarCache(self.pipe.policy, store=self.pipe.store)
+
+
+class _Asked(NamedTuple):
+    """A question with its prompt.
+
+    Attributes:
+        messages: messages of the question, with the sources of their media.
+        unread: the part of the prompt that is not in a cache.
+        whole: the whole prompt; where ``unread`` is a part of it, without the inputs of media.
+        turn: the open turn whose beginning is in its cache; None if nothing was read.
+        speaker: voice of the answer; None for an answer in text.
+    """
+
+    messages: Sequence[Message]
+    unread: Prompt
+    whole: Prompt
+    turn: OpenTurn | None
+    speaker: str | None

@@ -75,6 +75,8 @@ class Turn:
         pending: token ids at the beginning of the turn that belong to the previous answer.
         reasoning: reasoning of a thinking model before the answer; None if it did not think.
         tool_calls: tool calls in the answer.
+        answer_tokens: number of tokens of the answer, including those in the chat's ``pending``;
+            None if it is not known, as in saved chats.
     """
 
     messages: tuple[Message, ...]
@@ -87,6 +89,7 @@ class Turn:
     pending: tuple[int, ...]
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    answer_tokens: int | None = field(default=None, compare=False)
 
     @property
     def prompt(self) -> str:
@@ -185,7 +188,7 @@ class Conversation:
             stored: number of the answer's tokens in the cache.
             reasoning: reasoning at the beginning of the answer, which the caller crops from the
                 cache; None if there is none.
-            voice: speech of the answer; None if it is not spoken.
+            voice: voice whose talker hears the question; None if none does.
         """
         read = stored
         if reasoning is not None:
@@ -202,6 +205,7 @@ class Conversation:
             pending=self.pending,
             reasoning=None if reasoning is None else reasoning.text,
             tool_calls=answer.tool_calls,
+            answer_tokens=len(ids) if reasoning is None else None,
         )
         new = [prompt.inputs["input_ids"].cpu(), torch.tensor([ids[:read]], dtype=torch.long)]
         return Conversation(
@@ -236,6 +240,34 @@ class Conversation:
             pending=last.pending,
             turns=self.turns[:-1],
             heard=self.heard.until(last.start),
+        )
+
+    def with_answer_cut(self, cache: OscarCache, count: int, text: str) -> Conversation:
+        """Return the conversation without the last tokens of its last answer.
+
+        Args:
+            cache: cache that does not contain those tokens.
+            count: number of these tokens, of which the last ones may be in ``pending``.
+            text: what is left of the answer.
+        """
+        kept, last = max(0, len(self.pending) - count), self.turns[-1]
+        stored = max(0, count - len(self.pending))
+        assert last.answer_tokens is not None
+        cut = replace(
+            last,
+            answer=text,
+            finish_reason="interrupted",
+            stop=last.stop - stored,
+            tool_calls=(),
+            answer_tokens=last.answer_tokens - count,
+        )
+        return replace(
+            self,
+            kv=cache,
+            token_ids=self.token_ids[:, : cut.stop],
+            next_position=self.next_position - stored,
+            pending=self.pending[:kept],
+            turns=(*self.turns[:-1], cut),
         )
 
     def without_medium(
@@ -446,9 +478,7 @@ def next_prompt(
     return prompt
 
 
-def longest_answer(
-    engine: ChatEngine, conversation: Conversation, prompt: Prompt, most: int
-) -> int:
+def longest_answer(engine: ChatEngine, past: Past, prompt: Prompt, most: int) -> int:
     """Return the maximum answer length in tokens that memory and positions allow.
 
     Returns:
@@ -460,7 +490,7 @@ def longest_answer(
     config = engine.family.model.config.get_text_config()
     positions = config.max_position_embeddings - int(prompt.next_position)
     most = max(1, min(most, positions))
-    return engine.admission.longest_answer(prompt, most, past_of(conversation))
+    return engine.admission.longest_answer(prompt, most, past)
 
 
 def _pending(conversation: Conversation, config: object) -> list[int]:

@@ -21,6 +21,7 @@ from oscar_mm.engine.chat_format import ANSWER, QUESTION, ChatFormat
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.sound_blocks import SoundBlocks
 from oscar_mm.engine.speech import Talker
 from oscar_mm.engine.template import USUAL, TemplateOptions
 from oscar_mm.errors import InputError, shown
@@ -249,6 +250,13 @@ class Family(ChatFormat, ABC):
             determine them.
         """
         return [tokens]
+
+    def sound_blocks(self) -> SoundBlocks | None:
+        """Return what cuts a new recording into blocks; None if recordings are only read whole.
+
+        The tokens of a recording must take one position each.
+        """
+        return None
 
     def continuation(
         self,

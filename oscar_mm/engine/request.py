@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from oscar_mm.engine.output_processor import OutputProcessor
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.engine.sampling import Sampling, token_sequences
-from oscar_mm.engine.speech import Speech, Voice
+from oscar_mm.engine.speech import MediaStates, Speech, Voice
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -74,6 +74,7 @@ class Request(RequestState):
             even if pieces have not been taken.
         tools: tools offered to the model.
         delivery: when the iterating thread is woken; by default, for each piece.
+        states: collects what a talker needs of the media in the prompt; None if no talker does.
 
     Attributes:
         cache: the cache in use, see above.
@@ -101,6 +102,7 @@ class Request(RequestState):
         keeps_cache: bool = False,
         tools: ToolOffer | None = None,
         delivery: Delivery | None = None,
+        states: MediaStates | None = None,
     ) -> None:
         ids = prompt.inputs["input_ids"][0].cpu()
         seen = ids if history is None else torch.cat([history[0].cpu(), ids])
@@ -114,7 +116,9 @@ class Request(RequestState):
         context = OutputContext(tokenizer, sampling, thinks, ids, tools, prompt.continues)
         self.written = OutputProcessor(context, start)
         self.delivery = Delivery() if delivery is None else delivery
-        self.has_past = cache.get_seq_length() > 0
+        self.states = states
+        # The states of a cached prefix are not known.
+        self.has_past = cache.get_seq_length() > 0 or states is not None
         self.prompt_tokens = prompt.tokens
         self.unread = prompt
         """The part of the prompt that is not in the cache."""
@@ -145,11 +149,11 @@ class Request(RequestState):
     @property
     def is_read_alone(self) -> bool:
         """Whether no other prompt may share the prefill pass."""
-        return self.prompt_logprobs is not None
+        return self.prompt_logprobs is not None or self.states is not None
 
     def listening(self) -> AbstractContextManager[None]:
-        """Within the block, the model reads the prompt or a chunk of it; a hook for subclasses."""
-        return nullcontext()
+        """Within the block, the model reads the prompt or a chunk of it."""
+        return nullcontext() if self.states is None else self.states.listening(self.cache)
 
     @property
     def max_total_tokens(self) -> int:
@@ -257,12 +261,19 @@ class PrefillRequest(Request):
     """Request that prefills a prompt without generating output; iterate over it or submit it.
 
     Args:
-        engine, prompt, cache: see ``Request``; the cache stays open at the end.
+        engine, prompt, cache, states: see ``Request``; the cache stays open at the end.
     """
 
-    def __init__(self, engine: RequestEngine, prompt: Prompt, cache: OscarCache) -> None:
+    def __init__(
+        self,
+        engine: RequestEngine,
+        prompt: Prompt,
+        cache: OscarCache,
+        states: MediaStates | None = None,
+    ) -> None:
         once = Sampling(max_new_tokens=1)  # The last sampled token is never stored.
-        super().__init__(engine, prompt, cache, once, time.perf_counter(), keeps_cache=True)
+        how: dict[str, Any] = {"keeps_cache": True, "states": states}
+        super().__init__(engine, prompt, cache, once, time.perf_counter(), **how)
         self.has_past = True  # Bypasses the prefix cache.
 
     def write(self, token: int) -> None:

@@ -59,12 +59,15 @@ class Heard:
         cache: the talker's keys and values, perhaps followed by speech; None before the first.
         ends: the end of the question of each spoken turn.
         unread: voices of the latest turns, whose questions are not in the cache, since their
-            answers ended before they were spoken.
+            answers were not spoken, or ended before.
+        forgotten: spans of the talker's tokens in ``unread``, which are forgotten when they are
+            read.
     """
 
     cache: OscarCache | None = None
     ends: tuple[End, ...] = ()
     unread: tuple[Voice, ...] = ()
+    forgotten: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> End:
@@ -75,7 +78,18 @@ class Heard:
         """Return what was heard within the first ``tokens`` tokens of the chat."""
         kept = tuple(end for end in self.ends if end.tokens <= tokens)
         read = len(self.ends) - len(self.unread)
-        return Heard(self.cache if kept else None, kept, self.unread[: max(len(kept) - read, 0)])
+        unread = self.unread[: max(len(kept) - read, 0)]
+        forgotten = tuple(span for span in self.forgotten if kept and span[1] <= kept[-1].length)
+        return Heard(self.cache if kept else None, kept, unread, forgotten)
+
+    def without(self, start: int, stop: int) -> Heard:
+        """Return a copy with its own cache, without the talker's tokens ``start`` to
+        ``stop - 1``."""
+        copy = self.forked()
+        if copy.cache is None or copy.cache.get_seq_length() < stop:
+            return replace(copy, forgotten=(*self.forgotten, (start, stop)))
+        copy.cache.forget(start, stop)
+        return copy
 
     def continued(self) -> OscarCache | None:
         """Return a fork of the cache without speech; None if nothing has been read."""
@@ -96,12 +110,48 @@ class Heard:
             self.cache.close()
 
 
+class Begun(NamedTuple):
+    """Beginning of a prompt that the model has read already.
+
+    Attributes:
+        tokens: number of its tokens.
+        states: states of its media, see ``MediaStates.kept``.
+    """
+
+    tokens: int = 0
+    states: tuple[torch.Tensor, ...] = ()
+
+
+NOT_BEGUN = Begun()
+
+
+class MediaStates(ABC):
+    """Hidden states of the media in a prompt, which a talker reads.
+
+    Attributes:
+        kept: tensors of (tokens, size), one for each pass over media.
+    """
+
+    kept: list[torch.Tensor]
+
+    @property
+    @abstractmethod
+    def are_missing(self) -> bool:
+        """Whether states are not known yet, so that the rest of the prompt has to be prefilled
+        within ``listening``."""
+
+    @abstractmethod
+    def listening(self, cache: OscarCache) -> AbstractContextManager[None]:
+        """Within the block, collect the states of the next tokens that are read into a cache."""
+
+
 class Voice(ABC):
     """The speech of one answer; the engine thread extends it by one frame at a time.
 
     Args:
         prompt: prompt of a single row, which begins an answer.
         words: ids of the answer's first tokens, if the prompt contains any.
+        states: states of the prompt's media, as far as they are known.
         past: what the talker has heard of the chat; None outside of chats.
 
     Attributes:
@@ -115,8 +165,14 @@ class Voice(ABC):
         memory: memory report at the end; None before.
     """
 
-    def __init__(self, prompt: Prompt, words: Sequence[int], past: Heard | None = None) -> None:
-        self.prompt, self.words, self.past = prompt, list(words), past
+    def __init__(
+        self,
+        prompt: Prompt,
+        words: Sequence[int],
+        states: MediaStates,
+        past: Heard | None = None,
+    ) -> None:
+        self.prompt, self.words, self.states, self.past = prompt, list(words), states, past
         self.is_written = self.ended = self.is_read = False
         self.frames = 0
         self.cache: OscarCache | None = None
@@ -124,10 +180,9 @@ class Voice(ABC):
         self.memory: MemoryReport | None = None
 
     @property
-    @abstractmethod
-    def needs_states(self) -> bool:
-        """Whether the talker needs hidden states of the prompt, so that the whole prompt has to be
-        prefilled within ``listening``."""
+    def missing_states(self) -> MediaStates | None:
+        """``states``, if some are not known yet; otherwise None."""
+        return self.states if self.states.are_missing else None
 
     @property
     @abstractmethod
@@ -148,7 +203,7 @@ class Voice(ABC):
         ends = (*past.ends, self.end(tokens))
         if self.is_read:
             return Heard(self.cache, ends)
-        return Heard(past.cache, ends, (*past.unread, self))
+        return Heard(past.cache, ends, (*past.unread, self), past.forgotten)
 
     @property
     def is_ready(self) -> bool:
@@ -165,10 +220,6 @@ class Voice(ABC):
     @abstractmethod
     def is_said(self) -> bool:
         """Whether the talker has ended its speech."""
-
-    @abstractmethod
-    def listening(self, cache: OscarCache) -> AbstractContextManager[None]:
-        """Within the block, collect the hidden states of the prompt that is read into a cache."""
 
     @abstractmethod
     def read(self, cache: OscarCache) -> Iterator[None]:
@@ -207,6 +258,11 @@ class Talker(ABC):
     speakers: tuple[str, ...]
 
     @abstractmethod
+    def states(self, prompt: Prompt) -> MediaStates:
+        """Return what collects the states of the media in questions, of which a prompt of a single
+        row is a part."""
+
+    @abstractmethod
     def voice(
         self,
         prompt: Prompt,
@@ -214,6 +270,7 @@ class Talker(ABC):
         seed: int | None,
         past: Heard | None = None,
         missed: torch.Tensor | None = None,
+        begun: Begun = NOT_BEGUN,
     ) -> Voice:
         """Create the voice of an answer.
 
@@ -223,6 +280,7 @@ class Talker(ABC):
             seed: seed of the frames' random choices; None for different choices each time.
             past: what the talker has heard of the chat; None outside of chats.
             missed: (tokens,) ids of the chat between ``past`` and the prompt, without media.
+            begun: beginning of the prompt that the model has read already.
 
         Raises:
             InputError: if the prompt does not begin an answer.

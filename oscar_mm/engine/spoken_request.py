@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +34,8 @@ class SpokenRequest(Request):
         script: Sequence[int] | None = None,
         **more: Any,
     ) -> None:
-        super().__init__(*request, **more)
+        super().__init__(*request, states=voice.missing_states, **more)
         self.talker, self.voice, self._spoken = talker, voice, list[np.ndarray]()
-        # The states of a cached prefix are not known.
-        self.has_past |= voice.needs_states
         self.script = script
         if script is not None:
             for token in script:
@@ -54,15 +51,6 @@ class SpokenRequest(Request):
     def output_tokens(self) -> int:
         """Number of tokens generated so far, with a token for each frame of speech."""
         return super().output_tokens + self.voice.frames
-
-    @property
-    def is_read_alone(self) -> bool:
-        """Whether no other prompt may share the prefill pass."""
-        return self.voice.needs_states or super().is_read_alone
-
-    def listening(self) -> AbstractContextManager[None]:
-        """See ``Request.listening``."""
-        return self.voice.listening(self.cache)
 
     def write(self, token: int) -> None:
         """Queue the pieces of a sampled token, and pass it to the voice."""

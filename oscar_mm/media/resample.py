@@ -199,6 +199,11 @@ class Mono:
             return samples
         return self._resampler.resample_chunk(samples, last=last)
 
+    def take(self) -> np.ndarray:
+        """Remove the joined samples so far from the recording, and return them."""
+        parts, self._parts = self._parts, []
+        return np.concatenate([np.zeros(0, np.float32), *parts])
+
     def finish(self, promised: float, *, estimated: bool = False) -> Audio:
         """End the recording; warn if it is silent or clipped, or if its channels cancel out.
 

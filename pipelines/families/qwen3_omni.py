@@ -42,12 +42,14 @@ from oscar_mm.pipelines.families.qwen import (
     longer_sides,
     video_arguments,
 )
+from oscar_mm.pipelines.families.qwen3_omni_blocks import (
+    MASK,
+    OmniSoundBlocks,
+    audio_tokens,
+    heard,
+)
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from oscar_mm.pipelines.registry import register_family
-
-_FRAME = RATE // 100
-"""Number of audio samples per frame of audio features."""
-_MASK = "feature_attention_mask"
 
 
 @register_family
@@ -76,11 +78,11 @@ class Qwen3Omni(QwenFamily):
             "video_grid_thw": Modality.VIDEO,
             "video_second_per_grid": Modality.VIDEO,
             "input_features": Modality.AUDIO,
-            _MASK: Modality.AUDIO,
+            MASK: Modality.AUDIO,
             SAMPLES: Modality.AUDIO,
         },
         per_patch=PATCHES,
-        padded={"input_features": _MASK, _MASK: _MASK},
+        padded={"input_features": MASK, MASK: MASK},
         video_grids="video_grid_thw",
         features={"deepstack_visual_embeds": "visual_pos_masks"},
     )
@@ -173,6 +175,13 @@ class Qwen3Omni(QwenFamily):
         sound = _sound(medium)
         return 0 if sound is None else audio_tokens(len(sound.samples))
 
+    def sound_blocks(self) -> OmniSoundBlocks | None:
+        """See ``Family.sound_blocks``."""
+        tower = self.model.get_encoder(modality="audio").config
+        is_cut_evenly = tower.n_window_infer % (2 * tower.n_window) == 0
+        extractor = self.processor.feature_extractor
+        return OmniSoundBlocks(extractor, tower) if is_cut_evenly else None
+
     @cached_property
     def thinks(self) -> bool:
         """See ``Family.thinks``.
@@ -206,7 +215,7 @@ class Qwen3Omni(QwenFamily):
         """Process one media item, and return its ids and other arguments of ``forward``."""
         content, how = medium.content, {"do_resize": False} if medium.sized else {}
         if isinstance(content, Audio):
-            inputs = _heard(reading.feature_extractor, content)
+            inputs = heard(reading.feature_extractor, content.samples)
             ids = self.tokenize_media(piece, Modality.AUDIO, [audio_tokens(len(content.samples))])
             return {"input_ids": ids} | inputs
         if not isinstance(content, Video):
@@ -233,7 +242,7 @@ class Qwen3Omni(QwenFamily):
 
         The model's rope_deltas are not used.
         """
-        audio = inputs.get(_MASK)
+        audio = inputs.get(MASK)
         positions, _ = self.model.get_rope_index(
             ids,
             image_grid_thw=inputs.get("image_grid_thw"),
@@ -251,33 +260,6 @@ def _sound(medium: Medium) -> Audio | None:
     if medium.modality is Modality.VIDEO:
         return medium.content.sound
     return medium.content if medium.modality is Modality.AUDIO else None
-
-
-def _heard(extractor: Any, sound: Audio) -> dict[str, torch.Tensor]:
-    """Compute a recording's features and their mask, with the processor's options."""
-    found = extractor(
-        [sound.samples],
-        sampling_rate=RATE,
-        padding=True,
-        truncation=False,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
-    return {
-        "input_features": found["input_features"],
-        _MASK: found["attention_mask"],
-    }
-
-
-def audio_tokens(samples: int) -> int:
-    """Return the number of tokens of a recording: 13 per second, plus one per 8 remaining frames.
-
-    Args:
-        samples: number of audio samples.
-    """
-    seconds, rest = divmod(samples // _FRAME, 100)
-    # Three convolutions each halve the number of frames, rounding up.
-    return 13 * seconds + -(-rest // 8)
 
 
 _logits_to_keep: ContextVar[int] = ContextVar("logits_to_keep", default=0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, as_argument, cache_of
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import NAN
-from oscar_mm.engine.speech import End, Heard, Talker, Voice
+from oscar_mm.engine.speech import NOT_BEGUN, Begun, End, Heard, MediaStates, Talker, Voice
 from oscar_mm.errors import InputError
 from oscar_mm.fast_decode.decoder import Capture, FastLayer
 from oscar_mm.fast_decode.graph_runner import graph_capture
@@ -36,6 +37,51 @@ _CHUNK = 1 << 13
 """Maximum number of tokens of one pass over what the talker reads before it speaks."""
 
 
+class OmniStates(MediaStates):
+    """See ``MediaStates``; the states are projected to the talker's size.
+
+    Args:
+        talker: talker that reads the states.
+        chosen: (tokens,) bool on the CPU, the tokens whose states it reads.
+        begun: tokens before the first one that is read, which are in ``chosen`` too.
+    """
+
+    def __init__(
+        self, talker: Qwen3OmniTalker, chosen: torch.Tensor, begun: Begun = NOT_BEGUN
+    ) -> None:
+        self._talker, self._chosen = talker, chosen
+        self._read, self.kept = begun.tokens, list(begun.states)
+
+    @property
+    def are_missing(self) -> bool:
+        """See ``MediaStates.are_missing``."""
+        return bool(self._chosen[self._read :].any())
+
+    @contextmanager
+    def listening(self, cache: OscarCache) -> Iterator[None]:
+        """See ``MediaStates.listening``."""
+        if not self.are_missing:
+            yield
+            return
+
+        def collect(_: Any, __: tuple, kwargs: dict[str, Any], states: torch.Tensor) -> None:
+            if cache_of(kwargs) is cache:
+                self._collect(states[0])
+
+        hook = self._talker.listened_layer.register_forward_hook(collect, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _collect(self, states: torch.Tensor) -> None:
+        """Keep what the talker needs of the next (tokens, hidden size) states."""
+        part = slice(self._read, self._read + len(states))
+        chosen = self._chosen[part].to(states.device)
+        self._read = part.stop
+        self.kept.append(self._talker.model.hidden_projection(states[chosen]))
+
+
 class OmniVoice(Voice):
     """The speech of one answer, see ``Voice``.
 
@@ -43,7 +89,7 @@ class OmniVoice(Voice):
         talker: talker that speaks the answer.
         prompt: prompt of a single row, which begins an answer.
         speaker: name of the voice in lower case.
-        seed, past, missed: see ``Talker.voice``.
+        seed, past, missed, begun: see ``Talker.voice``.
 
     Attributes:
         first_codes: codes that the talker has chosen; the last one is not in a frame yet.
@@ -62,6 +108,7 @@ class OmniVoice(Voice):
         seed: int | None,
         past: Heard | None = None,
         missed: torch.Tensor | None = None,
+        begun: Begun = NOT_BEGUN,
     ) -> None:
         self._talker, self._speaker = talker, speaker
         missed = torch.empty(0, dtype=torch.long) if missed is None else missed
@@ -72,12 +119,12 @@ class OmniVoice(Voice):
                 "speak=True: the prompt does not begin an answer, so there is nothing to speak: "
                 "leave out add_generation_prompt"
             )
-        super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist(), past)
         is_medium = prompt.modalities[0].cpu() > Modality.TEXT
         self._is_medium = torch.cat([torch.zeros(len(missed), dtype=torch.bool), is_medium])
+        begun = begun._replace(tokens=len(missed) + begun.tokens)
+        states = OmniStates(talker, self._is_medium & self._questions, begun)
+        super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist(), states, past)
         self._positions, self._following = self._question_positions(len(missed))
-        self._states: list[torch.Tensor] = []
-        self._read = len(missed)
         self.first_codes: list[int] = []
         self.said = np.zeros(talker.model.config.text_config.vocab_size, dtype=bool)
         self.hidden: torch.Tensor | None = None
@@ -88,11 +135,6 @@ class OmniVoice(Voice):
         else:
             self.generator.manual_seed(seed)
         self.sound = Sound()
-
-    @property
-    def needs_states(self) -> bool:
-        """See ``Voice.needs_states``; the talker reads hidden states of media only."""
-        return bool((self._is_medium & self._questions).any())
 
     @property
     def prompt_tokens(self) -> int:
@@ -119,49 +161,30 @@ class OmniVoice(Voice):
         ends = bool(codes) and codes[-1] == self._talker.end_code
         return ends or len(codes) > self._talker.max_frames
 
-    @contextmanager
-    def listening(self, cache: OscarCache) -> Iterator[None]:
-        """See ``Voice.listening``."""
-        if not self.needs_states:
-            yield
-            return
-
-        def collect(_: Any, __: tuple, kwargs: dict[str, Any], states: torch.Tensor) -> None:
-            if cache_of(kwargs) is cache:
-                self._collect(states[0])
-
-        layer = self._talker.listened_layer
-        hook = layer.register_forward_hook(collect, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _collect(self, states: torch.Tensor) -> None:
-        """Keep what the talker needs of the next (tokens, hidden size) states of the prompt."""
-        part = slice(self._read, self._read + len(states))
-        chosen = (self._is_medium & self._questions)[part].to(states.device)
-        self._read = part.stop
-        self._states.append(self._talker.model.hidden_projection(states[chosen]))
-
     def read(self, cache: OscarCache) -> Iterator[None]:
         """See ``Voice.read``."""
-        unread = [] if self.past is None else list(self.past.unread)
-        voices = [x for x in (*unread, self) if isinstance(x, OmniVoice)]
+        past = self.past or Heard()
+        voices = [x for x in (*past.unread, self) if isinstance(x, OmniVoice)]
         inputs = torch.cat([*(voice.question() for voice in voices), self._opening()])[None]
         after = (self._following + torch.arange(_HEAD + 6)).expand(3, -1)
         positions = torch.cat([*(voice._positions for voice in voices), after], dim=1)
         self.position = int(positions.max()) + 1
         positions = positions[:, None].to(inputs.device)
-        for start in range(0, inputs.shape[1], _CHUNK):
+        # What was forgotten is read with what follows it, and then forgotten, as in the chat.
+        before = sum(x.question_tokens for x in voices[:-1]) if past.forgotten else 0
+        starts = [*range(0, before, _CHUNK), *range(before, inputs.shape[1], _CHUNK)]
+        for start, stop in pairwise([*starts, inputs.shape[1]]):
             if start:
                 yield
-            part = slice(start, start + _CHUNK)
+            if start == before:
+                for span in past.forgotten:
+                    cache.forget(*span)
+            part = slice(start, stop)
             self.hidden = self._talker.hidden(inputs[:, part], positions[..., part], cache)[:, -1:]
         assert self.hidden is not None
         self.is_read = True
         if self.past is None:  # A chat may have been left before: then it reads the question again.
-            self._states.clear()
+            self.states.kept.clear()
         self.choose(self._talker.first_code(self, self.hidden))
 
     def question(self) -> torch.Tensor:
@@ -170,8 +193,8 @@ class OmniVoice(Voice):
         texts = self._talker.text(self._ids[self._questions][~media])
         found = texts.new_empty(len(media), texts.shape[-1])
         found[~media.to(texts.device)] = texts
-        if self._states:
-            found[media.to(texts.device)] = torch.cat(self._states)
+        if self.states.kept:
+            found[media.to(texts.device)] = torch.cat(self.states.kept)
         return found
 
     def _opening(self) -> torch.Tensor:
@@ -255,6 +278,10 @@ class Qwen3OmniTalker(Talker):
         decoder, number = self._outer.thinker.get_decoder(), self._config.accept_hidden_layer
         return decoder.norm if number == len(decoder.layers) else decoder.layers[number - 1]
 
+    def states(self, prompt: Prompt) -> OmniStates:
+        """See ``Talker.states``."""
+        return OmniStates(self, prompt.modalities[0].cpu() > Modality.TEXT)
+
     def voice(
         self,
         prompt: Prompt,
@@ -262,9 +289,10 @@ class Qwen3OmniTalker(Talker):
         seed: int | None,
         past: Heard | None = None,
         missed: torch.Tensor | None = None,
+        begun: Begun = NOT_BEGUN,
     ) -> OmniVoice:
         """See ``Talker.voice``."""
-        return OmniVoice(self, prompt, speaker, seed, past, missed)
+        return OmniVoice(self, prompt, speaker, seed, past, missed, begun)
 
     def heard_span(self, ids: torch.Tensor, start: int, stop: int) -> tuple[int, int]:
         """See ``Talker.heard_span``."""
