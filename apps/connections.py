@@ -6,7 +6,12 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
+
+_LINGER_S = 5.0
+"""Maximum seconds in which a client can read what was sent to it before the end."""
 
 
 @dataclass(eq=False)
@@ -53,6 +58,7 @@ class Connection(H11Protocol):
         super().__init__(**arguments)
         self._bounds = bounds
         self._deadline: asyncio.TimerHandle | None = None
+        self._is_upgraded = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as uvicorn has it
         """Start the deadline for the first request of a new connection."""
@@ -72,6 +78,13 @@ class Connection(H11Protocol):
         super().handle_events()
         self._follow()
 
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection to the WebSocket protocol, whose application has its own bounds."""
+        self._is_upgraded = True
+        self._bounds.discard(self)
+        self._end_deadline()
+        super().handle_websocket_upgrade(event)
+
     def on_response_complete(self) -> None:
         """Start the deadline for the next request after a complete response."""
         super().on_response_complete()
@@ -79,6 +92,8 @@ class Connection(H11Protocol):
 
     def _follow(self) -> None:
         """Update the deadline and the waiting list for the state: head, body or response."""
+        if self._is_upgraded:
+            return
         cycle = self.cycle
         answers = cycle is not None and not cycle.response_complete
         if answers:
@@ -95,3 +110,19 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class Socket(WSProtocol):
+    """WebSocket whose application learns at once that a client is gone, and which does not wait for
+    a client that reads nothing once its application has ended."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Drop messages that were received but not taken, since nobody waits for answers."""
+        while not self.queue.empty():
+            self.queue.get_nowait()
+        super().connection_lost(exc)
+
+    async def run_asgi(self) -> None:
+        """Run the application, then end the connection."""
+        await super().run_asgi()
+        self.loop.call_later(_LINGER_S, self.transport.abort)

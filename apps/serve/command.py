@@ -136,6 +136,9 @@ def serve(
     conversations: Annotated[
         int, typer.Option(metavar="N", help="Maximum number of stored conversations.")
     ] = 64,
+    realtime: Annotated[
+        int, typer.Option(metavar="N", help="Maximum number of realtime sessions; 0 for none.")
+    ] = 16,
     grace: Annotated[
         float,
         typer.Option(
@@ -166,6 +169,7 @@ def serve(
         ("running", running, 1),
         ("waiting", waiting, 0),
         ("conversations", conversations, 1),
+        ("realtime", realtime, 0),
     ):
         if value is not None and value < minimum:
             raise InputError(f"--{name} {value}: must be at least {minimum}")
@@ -198,6 +202,8 @@ def serve(
         import prometheus_client  # noqa: F401
         import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
+        import webrtcvad  # noqa: F401
+        import wsproto  # noqa: F401
     except ImportError as error:
         raise InputError(
             f"serve requires the {error.name} package: run pip install '.[serve]' in a clone of "
@@ -239,6 +245,7 @@ def serve(
         queue_s=queue_timeout or None,
         trusted_proxies=proxies,
         conversations=conversations,
+        realtime=realtime,
         grace_s=grace,
         media_hosts=AllowedHosts(domains) if domains else None,
     )

@@ -51,11 +51,15 @@ class Metrics:
         self.waiting_clients = Gauge(
             "oscar_mm_waiting_clients", "Clients with requests in the queue", registry=self.registry
         )
+        self.realtime = Gauge(
+            "oscar_mm_realtime_sessions", "Open realtime sessions", registry=self.registry
+        )
         self.refusals = Counter(
             "oscar_mm_refusals",
             "Requests refused for lack of capacity, by reason: in the queue full (no place), "
             "displaced (gave way to a client with fewer requests), slow (would wait too long) or "
-            "timeout (waited too long); memory, bodies (too many large requests), stopping",
+            "timeout (waited too long); memory, bodies (too many large requests), "
+            "realtime (too many sessions), stopping",
             ["reason"],
             registry=self.registry,
         )

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from oscar_mm import __version__
-from oscar_mm.apps.connections import Connection, ConnectionBounds
+from oscar_mm.apps.connections import Connection, ConnectionBounds, Socket
 from oscar_mm.apps.guard import Guard, OneLength
 from oscar_mm.apps.serve.access_log import REQUEST_ID, AccessLog, note_refusal
 from oscar_mm.apps.serve.conversations import Conversations
@@ -31,6 +31,7 @@ from oscar_mm.apps.serve.messages_body import COUNT_TOKENS
 from oscar_mm.apps.serve.messages_body import PATH as MESSAGES
 from oscar_mm.apps.serve.messages_body import error_body as message_error
 from oscar_mm.apps.serve.metrics import Metrics
+from oscar_mm.apps.serve.realtime import MAX_EVENT_BYTES, REALTIME, Realtime
 from oscar_mm.apps.serve.refusals import (
     Refusal,
     error_body,
@@ -75,6 +76,7 @@ def create_app(
     conversations = Conversations(pipe, limits.conversations)
     names = name, *other_names, *pipe.adapters
     service = Service(conversations, Metrics(conversations), limits, names)
+    realtime = Realtime(service)
     started, parents = int(time()), dict.fromkeys(pipe.adapters, name)
     cards = {one: model_card(one, started, pipe.max_context, parents.get(one)) for one in names}
 
@@ -185,6 +187,11 @@ def create_app(
         service.authorize(request)
         return await service.transcribe(request, translate=True)
 
+    @app.websocket(REALTIME)
+    async def converse(socket: WebSocket) -> None:
+        """Hold a spoken conversation (OpenAI's Realtime API)."""
+        await realtime.serve(socket)
+
     @app.get("/v1/responses/{response}")
     async def kept(request: HttpRequest, response: str) -> dict[str, Any]:
         """Return a stored response."""
@@ -256,7 +263,10 @@ class Server(uvicorn.Server):
                 AccessLog(app),
                 # h11, because httptools, uvicorn's default, does not limit a request's head.
                 http=partial(Connection, bounds),  # pyright: ignore[reportArgumentType] is called
-                ws="none",
+                ws=Socket,
+                ws_max_size=MAX_EVENT_BYTES,
+                # A small message could become a large one.
+                ws_per_message_deflate=False,
                 proxy_headers=bool(limits.trusted_proxies),
                 forwarded_allow_ips=list(limits.trusted_proxies),
                 log_level="warning",

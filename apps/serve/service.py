@@ -17,7 +17,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, HTTPConnection
 
 from oscar_mm.apps.serve.access_log import note_answer
 from oscar_mm.apps.serve.answer_set import AnswerSet
@@ -82,6 +82,8 @@ if TYPE_CHECKING:
 
 Asked = Body | list[ApiRequest]
 """A parsed request: a conversation, or a list of prompts."""
+KEY_PROTOCOL = "openai-insecure-api-key."
+"""Beginning of the WebSocket subprotocol with which web pages send their key, as with OpenAI."""
 _MIN_TEXT = 1024
 """Minimum default answer length, in tokens, however many requests share the memory.
 
@@ -117,6 +119,9 @@ class ServerLimits:
         body_s: maximum seconds to receive a request's body.
         memory_wait_s: maximum seconds that a request waits for memory that other answers use.
         grace_s: maximum seconds to let answers finish when the server stops.
+        realtime: maximum number of realtime sessions.
+        realtime_s: maximum seconds of a realtime session.
+        realtime_idle_s: maximum seconds in which the client of a session sends nothing.
         media_hosts: hosts from which media may be fetched if the pipeline allows remote media; None
             for all hosts.
     """
@@ -134,6 +139,9 @@ class ServerLimits:
     body_s: float = 60.0
     memory_wait_s: float = 30.0
     grace_s: float = 10.0
+    realtime: int = 16
+    realtime_s: float = 3600.0
+    realtime_idle_s: float = 600.0
     media_hosts: AllowedHosts | None = None
 
 
@@ -207,12 +215,15 @@ class Service:
         with self.conversations.pipe.engine.keep_stepping(after_step):
             yield
 
-    def authorize(self, http: HttpRequest) -> None:
+    def authorize(self, http: HTTPConnection) -> None:
         """Raise Refusal if the request does not contain the API key."""
         if self.limits.api_key is None:
             return
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
         given = given or http.headers.get("x-api-key", "")  # from Anthropic's clients
+        for protocol in http.scope.get("subprotocols", ()):  # from web pages
+            if protocol.startswith(KEY_PROTOCOL):
+                given = given or protocol.removeprefix(KEY_PROTOCOL)
         if not hmac.compare_digest(given.encode(), self.limits.api_key.encode()):
             raise Refusal(401, "a valid API key is needed", "authentication_error")
 
@@ -497,7 +508,7 @@ class Service:
         if (name := requests[0].model) in self.conversations.pipe.adapters:
             requests = [replace(request, adapter=name) for request in requests]
         for request in requests:
-            self._bound_answer(request.sampling)
+            self.bound_answer(request.sampling)
             if request.n > self.limits.running:
                 raise FieldError(f"must be at most {self.limits.running} on this server", "n")
             # Compiling a grammar takes long, so it is done once the request has its slot.
@@ -529,7 +540,7 @@ class Service:
         speaker = checked_speaker(pipe, audio.voice, **names)
         return SpokenFormat(speaker, audio.format or "wav")
 
-    def _bound_answer(self, sampling: dict[str, Any]) -> None:
+    def bound_answer(self, sampling: dict[str, Any]) -> None:
         """Set the maximum answer length, which the chat later lowers to what fits in memory."""
         pipe, limit = self.conversations.pipe, self.limits.max_new_tokens
         asked = sampling.get("max_new_tokens")

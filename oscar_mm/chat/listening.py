@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
+from oscar_mm.chat.history import PastTurn
 from oscar_mm.chat.open_turn import OpenTurn, Recording
 from oscar_mm.engine.answer import Answer, AnswerStream
 from oscar_mm.engine.message import Message
@@ -80,16 +81,23 @@ class Listening:
             return self._seconds
 
     @property
+    def is_recording(self) -> bool:
+        """Whether something was heard since the last question or ``commit``."""
+        with self._lock:
+            return self._turn.going_on is not None
+
+    @property
     def read_tokens(self) -> int:
         """Number of tokens of the next question that are in the cache already."""
         with self._lock:
             return self._turn.tokens
 
-    def hear(self, samples: np.ndarray) -> None:
+    def hear(self, samples: np.ndarray, *, read: bool = True) -> None:
         """Add the next samples, and read the blocks that they complete.
 
         Args:
             samples: (n,) float32 from -1 to 1, mono; they are copied.
+            read: whether to read complete blocks now, and not with ``catch_up``.
 
         Raises:
             InputError: if they are of another type or shape, NaN or infinite, or if the part is
@@ -111,7 +119,8 @@ class Listening:
                 turn.recordings.append(turn.going_on)
             turn.going_on.hear(given)
             self._seconds += len(given) / self._rate
-            self.catch_up()
+            if read:
+                self.catch_up()
 
     def catch_up(self) -> None:
         """Read the blocks that were complete during an answer, if it has ended.
@@ -133,6 +142,19 @@ class Listening:
             self._check_open()
             self.commit()
             self._turn.messages.append(message)
+
+    def tell(self, answer: Message) -> None:
+        """Answer the messages that were added, as in ``Chat.tell_all``.
+
+        Raises:
+            InputError: if they have recordings, or are none, or see ``Chat.tell_all``.
+        """
+        with self._lock:
+            self._check_open()
+            if self._turn.recordings or not self._turn.messages:
+                raise InputError(f"{answer.place}: an answer must follow messages of text")
+            self._chat.tell_all([PastTurn(self._turn.messages, answer)])
+            self._turn = self._new_turn()
 
     def commit(self) -> None:
         """End a part of the recording without a question.

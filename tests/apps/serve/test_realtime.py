@@ -1,0 +1,626 @@
+"""Realtime sessions by the official client: turns, interruptions, faults, floods, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oscar_mm import OscarOmniPipeline
+from oscar_mm.apps.serve.realtime_session import RealtimeSession
+from oscar_mm.apps.serve.server import create_app
+from oscar_mm.apps.serve.service import ServerLimits
+from oscar_mm.engine.message import Message
+from oscar_mm.engine.speech import Speech
+from tests.apps.serve.conftest import started
+from tests.pipelines.conftest import NEVER, exact
+from tests.prompts import tone
+
+websockets = pytest.importorskip("websockets", reason="the client needs websockets")
+pytest.importorskip("webrtcvad", reason="turn detection needs webrtcvad-wheels")
+soxr = pytest.importorskip("soxr", reason="audio needs soxr")
+
+from openai import AsyncOpenAI  # noqa: E402
+from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
+from websockets.sync.client import connect as raw_connect  # noqa: E402
+
+KEY = "secret"
+CLIPS = Path(__file__).parents[3] / "examples" / "media" / "clips"
+PUSH: dict[str, Any] = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+RATE = 24_000
+
+
+@pytest.fixture(scope="module")
+def pipe(qwen3_omni_talker_folder: Path) -> OscarOmniPipeline:
+    """Attention is exact, so that answers do not depend on when blocks are read; speech is random
+    but has 40 frames."""
+    pipe = exact(OscarOmniPipeline, qwen3_omni_talker_folder)
+    assert pipe.family.talker is not None
+    pipe.family.talker.end_code, pipe.family.talker.max_frames = -1, 40
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def server(pipe) -> Iterator[tuple[Any, str]]:
+    limits = ServerLimits(api_key=KEY, max_new_tokens=200, realtime=4, realtime_idle_s=5)
+    with started(create_app(pipe, "tiny", limits)) as both:
+        yield both
+
+
+@pytest.fixture
+def address(server, pipe) -> Iterator[str]:
+    """Address of the server, which must hold nothing once the clients are gone."""
+    yield server[1]
+    deadline = time.monotonic() + 10
+    while held(server, pipe) != (0, 0.0, 0.0, 0):
+        assert time.monotonic() < deadline, held(server, pipe)
+        time.sleep(0.02)
+
+
+def held(server: Any, pipe: Any) -> tuple[int, float, float, int]:
+    """Bytes of caches, sessions, answers, and connections."""
+    service = server[0].service
+    sessions = service.metrics.realtime._value.get()
+    running = service.metrics.running._value.get()
+    used = pipe.engine.call(lambda: pipe.store.memory().used_bytes)
+    return used, sessions, running, len(server[0].server_state.connections)
+
+
+class Talk:
+    """A connection, and the events that it has received."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection, self.seen = connection, list[Any]()
+
+    async def until(self, kind: str, **fields: Any) -> Any:
+        """Receive up to an event of a kind, and return the event."""
+        async with asyncio.timeout(20):
+            while True:
+                event = await self.connection.recv()
+                self.seen.append(event)
+                if event.type == "error" and kind != "error":
+                    raise AssertionError(event.error)
+                if event.type == kind:
+                    return event
+
+    def kinds(self) -> list[str]:
+        """Kinds of the events so far, each once in a row."""
+        kinds = [event.type for event in self.seen]
+        return [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
+
+    async def say(self, samples: np.ndarray, size: int = RATE // 10) -> None:
+        for start in range(0, len(samples), size):
+            await self.connection.input_audio_buffer.append(
+                audio=encoded(samples[start : start + size])
+            )
+
+
+def encoded(samples: np.ndarray) -> str:
+    return base64.b64encode((samples * 32767).astype("<i2").tobytes()).decode()
+
+
+def sound(seconds: float, *, seed: int = 0) -> np.ndarray:
+    return soxr.resample(tone(seconds, seed=seed)[0], 16_000, RATE)
+
+
+def speech(number: int) -> np.ndarray:
+    """A spoken clip with a second of silence around it."""
+    import soundfile
+
+    samples, rate = soundfile.read(CLIPS / f"{number:02}.wav", dtype="float32")
+    silence = np.zeros(RATE, np.float32)
+    return np.concatenate([silence, soxr.resample(samples, rate, RATE), silence])
+
+
+def talked(address: str, talk: Callable[[Talk], Awaitable[None]], **session: Any) -> Talk:
+    """Run a conversation; ``session`` are settings that are sent first."""
+    return asyncio.run(_talked(address, talk, session))
+
+
+async def _talked(address: str, talk: Any, session: dict[str, Any]) -> Talk:
+    async with connected(address) as one:
+        if session:
+            await one.connection.session.update(session={**PUSH, **session})
+            await one.until("session.updated")
+            one.seen.clear()
+        await talk(one)
+        return one
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Talk]:
+    client = AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY)
+    async with client.realtime.connect(model="tiny") as connection:
+        talk = Talk(connection)
+        await talk.until("session.created")
+        yield talk
+
+
+def test_push_to_talk(address: str) -> None:
+    async def talk(one: Talk) -> None:
+        await one.say(sound(9.7))
+        await one.connection.input_audio_buffer.commit()
+        await one.connection.response.create()
+        done = await one.until("response.done")
+        assert done.response.status == "incomplete"
+        assert done.response.status_details.reason == "max_output_tokens"
+        usage = done.response.usage
+        assert usage.input_token_details.audio_tokens == 13 * 9 + 9
+        assert usage.output_token_details.text_tokens == 5
+        assert usage.output_token_details.audio_tokens > 0
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+    one = talked(address, talk, max_output_tokens=5)
+    kinds = one.kinds()
+    assert kinds[:7] == [
+        "input_audio_buffer.committed",
+        "conversation.item.added",
+        "conversation.item.done",
+        "response.created",
+        "response.output_item.added",
+        "conversation.item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-6:] == [
+        "response.output_audio.done",
+        "response.output_audio_transcript.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "conversation.item.done",
+        "response.done",
+    ]
+    said = [x.delta for x in one.seen if x.type == "response.output_audio_transcript.delta"]
+    transcript = next(x for x in one.seen if x.type == "response.output_audio_transcript.done")
+    assert (
+        "".join(said)
+        == transcript.transcript
+        == one.seen[-1].response.output[0].content[0].transcript
+    )
+    assert sum(x.type == "response.output_audio.delta" for x in one.seen) > 0
+
+
+def test_answers_are_those_of_a_chat(address: str, pipe) -> None:
+    """In text, over two turns, with what was created between."""
+    answers: list[str] = []
+
+    async def talk(one: Talk) -> None:
+        for number, seconds in enumerate((9.7, 1.3)):
+            await one.connection.conversation.item.create(
+                item={
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": f"Listen: {number}"}],
+                }
+            )
+            await one.say(sound(seconds, seed=number), size=5000)
+            await one.connection.input_audio_buffer.commit()
+            await one.connection.response.create()
+            done = await one.until("response.done")
+            answers.append(done.response.output[0].content[0].text)
+
+    settings = {"instructions": "Be brief.", "output_modalities": ["text"], "max_output_tokens": 6}
+    talked(address, talk, **settings)
+    with pipe.chat("Be brief.") as chat, chat.listen(RATE) as listening:
+        for number, seconds in enumerate((9.7, 1.3)):
+            listening.add(Message("user", (f"Listen: {number}",)))
+            heard = (sound(seconds, seed=number) * 32767).astype("<i2").astype(np.float32) / 32768
+            listening.hear(heard)
+            listening.commit()
+            assert listening.ask(max_new_tokens=6).text == answers[number]
+
+
+def test_the_server_hears_where_turns_end(address: str) -> None:
+    async def talk(one: Talk) -> None:
+        update = {"type": "realtime", "max_output_tokens": 3, "output_modalities": ["text"]}
+        await one.connection.session.update(session=update)
+        await one.until("session.updated")
+        for number in (1, 2):
+            await one.say(speech(number))
+            began = await one.until("input_audio_buffer.speech_started")
+            ended = await one.until("input_audio_buffer.speech_stopped")
+            committed = await one.until("input_audio_buffer.committed")
+            assert began.item_id == ended.item_id == committed.item_id
+            assert 1000 < ended.audio_end_ms - began.audio_start_ms < 4500
+            done = await one.until("response.done")
+            assert done.response.usage.input_token_details.audio_tokens > 13 * number
+
+    talked(address, talk)
+
+
+def test_speech_interrupts_an_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its speech, only the first piece is sent before, and so is the text of three pieces."""
+    goes_on, send, said = threading.Event(), RealtimeSession._send_piece, list[Any]()
+
+    async def held_up(self: Any, response: Any, piece: Any, times: Any) -> None:
+        if isinstance(piece, Speech) and not goes_on.is_set():
+            said.append(piece)
+            while len(said) == 3 and not goes_on.is_set():
+                await asyncio.sleep(0.01)
+            if len(said) > 1:
+                return
+        await send(self, response, piece, times)
+
+    monkeypatch.setattr(RealtimeSession, "_send_piece", held_up)
+
+    async def talk(one: Talk) -> None:
+        update = {"type": "realtime", "max_output_tokens": 60}
+        await one.connection.session.update(session=update)
+        await one.say(speech(1))
+        await one.until("response.output_audio.delta")
+        async with asyncio.timeout(20):
+            while len(said) < 3:
+                await asyncio.sleep(0.01)
+        await one.say(speech(2))
+        await one.until("input_audio_buffer.speech_started")
+        goes_on.set()
+        cancelled = await one.until("response.done")
+        assert cancelled.response.status == "cancelled"
+        assert cancelled.response.status_details.reason == "turn_detected"
+        item = cancelled.response.output[0]
+        await one.until("response.created")
+        await one.connection.response.cancel()
+        done = await one.until("response.done")
+        assert done.response.status_details.reason == "client_cancelled"
+        await one.connection.conversation.item.retrieve(item_id=item.id)
+        kept = (await one.until("conversation.item.retrieved")).item.content[0].transcript
+        told = [x.delta for x in one.seen if x.type == "response.output_audio_transcript.delta"]
+        assert 0 < len(kept) < len("".join(told))
+
+    talked(address, talk)
+
+
+def test_what_was_not_heard_is_cut_off(address: str) -> None:
+    async def talk(one: Talk) -> None:
+        await ask(one, "What is it?")
+        done = await one.until("response.done")
+        item, tokens = done.response.output[0], done.response.usage.output_token_details
+        deltas = [x.delta for x in one.seen if x.type == "response.output_audio.delta"]
+        heard = sum(len(base64.b64decode(delta)) for delta in deltas) * 500 // RATE // 2
+        end = {"item_id": item.id, "content_index": 0, "audio_end_ms": heard}
+        await one.connection.conversation.item.truncate(**end)
+        assert (await one.until("conversation.item.truncated")).audio_end_ms == heard
+        await one.connection.conversation.item.retrieve(item_id=item.id)
+        kept = (await one.until("conversation.item.retrieved")).item.content[0].transcript
+        assert item.content[0].transcript.startswith(kept)
+        assert 0.2 < len(kept) / len(item.content[0].transcript) < 0.8
+        await ask(one, "And?")
+        later = (await one.until("response.done")).response.usage
+        whole = done.response.usage.input_tokens + tokens.text_tokens
+        assert later.input_token_details.cached_tokens < whole
+
+    talked(address, talk, max_output_tokens=20)
+
+
+async def ask(one: Talk, text: str) -> None:
+    part = {"type": "input_text", "text": text}
+    item = {"type": "message", "role": "user", "content": [part]}
+    await one.connection.conversation.item.create(item=item)
+    await one.connection.response.create()
+
+
+def test_a_past_is_told_and_recordings_are_forgotten(address: str) -> None:
+    async def talk(one: Talk) -> None:
+        for role, kind, text in (
+            ("user", "input_text", "Hello"),
+            ("assistant", "output_text", "Hi"),
+        ):
+            item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+            await one.connection.conversation.item.create(item=item)
+        sounds = {"type": "input_audio", "audio": encoded(sound(2.0))}
+        item = {"type": "message", "role": "user", "content": [sounds], "id": "mine"}
+        await one.connection.conversation.item.create(item=item)
+        await one.connection.response.create()
+        before = (await one.until("response.done")).response.usage.input_token_details
+        assert before.audio_tokens == 26
+        await one.connection.conversation.item.delete(item_id="mine")
+        await one.until("conversation.item.deleted")
+        await ask(one, "And?")
+        after = (await one.until("response.done")).response.usage.input_token_details
+        assert after.audio_tokens == 0
+
+    talked(address, talk, max_output_tokens=3, output_modalities=["text"])
+
+
+FAULTS: list[tuple[str | bytes, str]] = [
+    ("{", "not valid JSON"),
+    ("", "not valid JSON"),
+    (b"\xff\xfe", "not valid JSON"),
+    ("[1]", "must be an object"),
+    ("[" * 100_000, "not valid JSON"),
+    ('{"type": "nonsense"}', "must be one of session.update"),
+    ('{"type": 7}', "type"),
+    ('{"type": "input_audio_buffer.append"}', "audio: is missing"),
+    ('{"type": "input_audio_buffer.append", "audio": "???"}', "must be base64"),
+    ('{"type": "input_audio_buffer.append", "audio": "AAAA"}', "2 bytes each"),
+    ('{"type": "input_audio_buffer.commit"}', "must have at least 0.1 s"),
+    ('{"type": "response.cancel"}', "no such active response"),
+    ('{"type": "response.create", "response": {"input": []}}', "input"),
+    ('{"type": "response.create", "response": {"tools": [{}]}}', "tools"),
+    ('{"type": "conversation.item.delete", "item_id": "x"}', "not the id of an item"),
+    (
+        '{"type": "conversation.item.truncate", "item_id": "x", "audio_end_ms": -1}',
+        "must be at least 0",
+    ),
+    (
+        '{"type": "conversation.item.create", "item": {"type": "message", "role": "user", '
+        '"content": [{"type": "input_text", "text": "<|im_end|>"}]}}',
+        "control token",
+    ),
+    (
+        '{"type": "conversation.item.create", "item": {"type": "function_call_output"}}',
+        "must be 'message'",
+    ),
+    ('{"type": "session.update", "session": {"type": "realtime", "tools": [{}]}}', "tools"),
+    (
+        '{"type": "session.update", "session": {"type": "realtime", "audio": {"input": '
+        '{"transcription": {"model": "whisper-1"}}}}}',
+        "transcription",
+    ),
+    (
+        '{"type": "session.update", "session": {"type": "realtime", "audio": {"output": '
+        '{"voice": "alloy"}}}}',
+        "must be one of",
+    ),
+    ('{"type": "session.update", "session": {"model": "other"}}', "does not exist"),
+]
+
+
+def test_faults_are_told_and_change_nothing(address: str) -> None:
+    uri = address.replace("http", "ws") + "/v1/realtime?model=tiny"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with raw_connect(uri, additional_headers=headers) as client:
+        first = json.loads(client.recv(5))["session"]
+        for number, (sent, message) in enumerate(FAULTS):
+            client.send(sent)
+            event = json.loads(client.recv(5))
+            assert event["type"] == "error", event
+            assert message in event["error"]["message"], (number, event)
+        client.send(json.dumps({"type": "session.update", "event_id": "e1", "session": {}}))
+        assert json.loads(client.recv(5))["session"] == first
+        client.send('{"type": "response.create", "event_id": "e2"}')
+        assert json.loads(client.recv(5))["type"] == "response.created"
+        failed = json.loads(client.recv(5))["response"]
+        assert failed["status"] == "failed"
+        assert "nothing to answer" in failed["status_details"]["error"]["message"]
+        client.send('{"type": "response.cancel", "event_id": "e3"}')
+        assert json.loads(client.recv(5))["error"]["event_id"] == "e3"
+
+
+def test_who_may_connect(address: str) -> None:
+    uri = address.replace("http", "ws") + "/v1/realtime"
+    for headers, query, status in (
+        ({}, "?model=tiny", 401),
+        ({"Authorization": "Bearer wrong"}, "?model=tiny", 401),
+        ({"Authorization": f"Bearer {KEY}"}, "?model=other", 404),
+    ):
+        with pytest.raises(InvalidStatus) as refused:
+            raw_connect(uri + query, additional_headers=headers)
+        assert refused.value.response.status_code == status
+    protocols = ["realtime", f"openai-insecure-api-key.{KEY}"]
+    with raw_connect(uri, subprotocols=protocols) as client:
+        assert json.loads(client.recv(5))["type"] == "session.created"
+        assert client.subprotocol == "realtime"
+
+
+def test_a_client_has_no_more_sessions_than_it_leaves_free(address: str) -> None:
+    async def talk(one: Talk) -> None:
+        async with connected(address):
+            with pytest.raises(InvalidStatus) as refused:
+                async with connected(address):
+                    pass
+            assert refused.value.response.status_code == 503
+        request = urllib.request.Request(f"{address}/metrics")
+        request.add_header("Authorization", f"Bearer {KEY}")
+        read = await asyncio.to_thread(lambda: urllib.request.urlopen(request).read().decode())
+        assert 'oscar_mm_refusals_total{reason="realtime"} ' in read
+        assert "oscar_mm_realtime_sessions " in read
+
+    talked(address, talk)
+
+
+def test_large_and_half_messages(address: str) -> None:
+    uri = address.replace("http", "ws") + "/v1/realtime?model=tiny"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with raw_connect(uri, additional_headers=headers) as client:
+        client.recv(5)
+        with pytest.raises(ConnectionClosed) as closed:
+            client.send("x" * (5 << 20))
+            while True:
+                client.recv(5)
+        assert closed.value.rcvd is None or closed.value.rcvd.code == 1009
+    with raw_connect(uri, additional_headers=headers) as client:
+        client.recv(5)
+        client.send('{"type": ' for _ in range(3))
+        with pytest.raises(AssertionError, match="went on"):
+            client.send(_unfinished())
+        # The session is idle until its end, and others are served meanwhile.
+        with urllib.request.urlopen(f"{address}/health", timeout=2) as health:
+            assert health.read() == b"ok"
+
+
+def _unfinished() -> Iterator[str]:
+    yield '{"type": "input_audio'
+    raise AssertionError("went on")
+
+
+def test_a_flood_is_slowed_down_and_others_are_served(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_BURST": 100, "_MAX_SLOWED": 20, "_EVENTS_PER_S": 20}.items():
+        monkeypatch.setattr(f"oscar_mm.apps.serve.realtime.{name}", value)
+    uri = address.replace("http", "ws") + "/v1/realtime?model=tiny"
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def flood() -> int:
+        how: dict[str, Any] = {"additional_headers": headers, "max_queue": None}
+        with raw_connect(uri, **how) as client, pytest.raises(ConnectionClosed) as closed:
+            while True:
+                client.send('{"type": "response.cancel"}')
+        return closed.value.rcvd.code
+
+    async def talk(one: Talk) -> None:
+        flooding = asyncio.ensure_future(asyncio.to_thread(flood))
+        await asyncio.sleep(0.3)
+        start = time.monotonic()
+        await ask(one, "What is it?")
+        await one.until("response.done")
+        assert time.monotonic() - start < 3
+        assert await flooding == 1008
+
+    talked(address, talk, max_output_tokens=3, output_modalities=["text"])
+
+
+def test_a_client_that_does_not_read_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oscar_mm.apps.serve.realtime._SEND_S", 0.3)
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as narrow:
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        narrow.connect(("127.0.0.1", port))
+        head = f"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+        head += "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        narrow.sendall(f"{head}Sec-WebSocket-Key: {'A' * 22}==\r\n\r\n".encode())
+        update = {"type": "session.update", "session": {"instructions": "Word " * 8000}}
+        data = json.dumps(update).encode()
+        frame = b"\x81\xff" + len(data).to_bytes(8, "big") + bytes(4) + data
+        sent = itertools.count()
+        with pytest.raises(OSError):
+            while next(sent) < 1000:
+                narrow.sendall(frame)
+        assert next(sent) > 20
+
+
+def test_sound_faster_than_it_is_read_waits(address: str) -> None:
+    async def talk(one: Talk) -> None:
+        await one.say(sound(70.0), size=RATE * 10)
+        await one.connection.input_audio_buffer.commit()
+        await one.connection.response.create()
+        done = await one.until("response.done")
+        assert done.response.usage.input_token_details.audio_tokens == 70 * 13
+
+    talked(address, talk, max_output_tokens=3, output_modalities=["text"])
+
+
+def test_what_is_said_during_an_answer_is_asked_after_it(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, send = threading.Event(), RealtimeSession._send_piece
+
+    async def held_up(*arguments: Any) -> None:
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        await send(*arguments)
+
+    monkeypatch.setattr(RealtimeSession, "_send_piece", held_up)
+
+    async def talk(one: Talk) -> None:
+        await ask(one, "What is it?")
+        await one.until("response.content_part.added")
+        await one.say(sound(1.0))
+        await one.connection.input_audio_buffer.commit()
+        await one.connection.response.create()
+        assert "in progress" in (await one.until("error")).error.message
+        goes_on.set()
+        first = (await one.until("response.done")).response.usage.input_token_details
+        await one.connection.response.create()
+        second = (await one.until("response.done")).response.usage.input_token_details
+        assert (first.audio_tokens, second.audio_tokens) == (0, 13)
+
+    talked(address, talk, max_output_tokens=9)
+
+
+def test_instructions_may_change(address: str, pipe) -> None:
+    used: list[int] = []
+
+    async def talk(one: Talk) -> None:
+        for text in ("Be brief.", "Be long."):
+            await one.connection.session.update(session={"type": "realtime", "instructions": text})
+            await ask(one, "What is it?")
+            used.append((await one.until("response.done")).response.usage.input_tokens)
+
+    talked(address, talk, max_output_tokens=4, output_modalities=["text"])
+    with pipe.chat("Be brief.") as chat:
+        chat.ask("What is it?", max_new_tokens=4)
+        asked = [{"role": "system", "content": "Be long."}]
+        chat.ask(messages=[*asked, {"role": "user", "content": "What is it?"}], max_new_tokens=4)
+        stops = [turn.stop + len(ids) for turn, ids in zip(chat.turns, ([], []), strict=True)]
+        assert used[0] < stops[0] < used[1] <= stops[1]
+
+
+@pytest.mark.parametrize("when", ["heard", "asked", "said"])
+def test_a_disconnect_frees_everything(address: str, server, pipe, when: str) -> None:
+    async def talk(one: Talk) -> None:
+        await one.say(sound(20.0), size=RATE)
+        if when != "heard":
+            await one.connection.input_audio_buffer.commit()
+            await one.connection.response.create()
+        if when == "said":
+            await one.until("response.output_audio.delta")
+        while when == "heard" and held(server, pipe)[0] == 0:
+            await asyncio.sleep(0.01)
+
+    talked(address, talk, max_output_tokens=190)
+
+
+def test_an_idle_session_ends(pipe) -> None:
+    limits = ServerLimits(realtime_idle_s=0.6, head_s=0.2)
+    with started(create_app(pipe, "tiny", limits)) as (_, address):
+        client = raw_connect(address.replace("http", "ws") + "/v1/realtime")
+        with client, pytest.raises(ConnectionClosed) as closed:
+            while True:
+                client.recv(5)
+        assert "idle" in closed.value.rcvd.reason
+
+
+def test_web_pages_of_other_sites_are_refused(pipe) -> None:
+    with started(create_app(pipe, "tiny", ServerLimits())) as (_, address):
+        with pytest.raises(InvalidStatus) as refused:
+            raw_connect(
+                address.replace("http", "ws") + "/v1/realtime", origin="https://evil.example"
+            )
+        assert refused.value.response.status_code == 403
+
+
+def test_a_model_that_does_not_speak_answers_in_text(qwen3_omni_folder: Path) -> None:
+    pipe = OscarOmniPipeline(qwen3_omni_folder, policy="compact", device="cpu")
+    pipe.model.generation_config.eos_token_id = NEVER
+    limits = ServerLimits(api_key=KEY, max_new_tokens=4)
+
+    async def talk(one: Talk) -> None:
+        await one.say(sound(1.0))
+        await one.connection.input_audio_buffer.commit()
+        await one.connection.response.create()
+        done = await one.until("response.done")
+        assert done.response.output[0].content[0].type == "output_text"
+        await one.connection.response.create(response={"output_modalities": ["audio"]})
+        assert "text only" in (await one.until("error")).error.message
+
+    with started(create_app(pipe, "tiny", limits)) as (_, address):
+        talked(address, talk, instructions="Be brief.")
+
+
+def test_a_model_that_does_not_hear_reads_texts(qwen3_vl_folder: Path) -> None:
+    from oscar_mm import OscarVLPipeline
+
+    pipe = OscarVLPipeline(qwen3_vl_folder, policy="compact", device="cpu")
+    limits = ServerLimits(api_key=KEY, max_new_tokens=4)
+
+    async def talk(one: Talk) -> None:
+        await ask(one, "What is it?")
+        assert (await one.until("response.done")).response.output[0].content[0].text
+        await one.say(sound(0.2))
+        assert "does not support audio" in (await one.until("error")).error.message
+
+    with started(create_app(pipe, "tiny", limits)) as (_, address):
+        talked(address, talk, output_modalities=["text"])
