@@ -71,9 +71,9 @@ def passes(pipe: Pipeline) -> Iterator[tuple[list[int], list[int]]]:
         prompts.append(prompt.tokens)
         return prefill(model, prompt, *rest, **options)
 
-    def stepped(steps: Any, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
+    def stepped(steps: Any, tokens: torch.Tensor, ended: torch.Tensor, *more: Any) -> torch.Tensor:
         rows.append(int((~ended).sum()))
-        return step(steps, tokens, ended)
+        return step(steps, tokens, ended, *more)
 
     with (
         patch.object(prefill_module, "prefill", noted),

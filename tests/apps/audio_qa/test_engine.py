@@ -43,9 +43,11 @@ def passes(pipe: Any) -> Iterator[tuple[list[int], list[int]]]:
     rows: list[int] = []
     step = GraphRunner.__call__
 
-    def stepped(steps: GraphRunner, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
+    def stepped(
+        steps: GraphRunner, tokens: torch.Tensor, ended: torch.Tensor, *more: Any
+    ) -> torch.Tensor:
         rows.append(int((~ended).sum()))
-        return step(steps, tokens, ended)
+        return step(steps, tokens, ended, *more)
 
     tower = pipe.model.get_encoder(
         modality="audio" if Modality.AUDIO in pipe.family.reads else "image"
