@@ -486,7 +486,8 @@ def test_screen_readers_and_weak_eyes_make_sense_of_the_page(served, uploads, si
             window.press(tab)
             check(tab)
         window.press("Compare")
-        window.run("document.querySelector('#side input[type=checkbox]').click()")
+        # A new chat keeps the settings of the example, which compares.
+        assert window.run("return document.querySelector('#side input[type=checkbox]').checked")
         window.wait(lambda: "of 1 answers" in window.text("#compared .verdict"), "the verdict")
         check("compared")
         window.press("Why")
