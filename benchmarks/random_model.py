@@ -166,17 +166,8 @@ RELEASED["qwen3.5-9b"] = Released(
             "mrope_interleaved": True,
         },
     },
-    {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": 4096,
-    },
+    # As Qwen3-VL, without features for the decoder's layers.
+    {k: v for k, v in SHAPES["qwen3-vl-8b"].vision.items() if k != "deepstack_visual_indexes"},
 )
 """A hybrid: three of four layers keep states. Only benchmarks use this shape, so it is not in
 ``SHAPES``."""
