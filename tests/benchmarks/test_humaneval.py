@@ -77,7 +77,7 @@ def test_the_answer_is_begun() -> None:
 
 
 def test_figures() -> None:
-    """Of four programs two differ; one is lost and one gained."""
+    """Two of four programs differ: one no longer passes, and one newly passes."""
     row = compared(
         ["a", "b", "x", "y"], [True, False, False, True], list("abcd"), [True, False] * 2
     )

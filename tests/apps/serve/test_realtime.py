@@ -240,7 +240,7 @@ def test_the_server_hears_where_turns_end(address: str) -> None:
 
 
 def test_speech_interrupts_an_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its speech, only the first piece is sent before, and so is the text of three pieces."""
+    """Before the interruption, the first piece of speech is sent, and the text of three pieces."""
     goes_on, send, said = threading.Event(), RealtimeSession._send_piece, list[Any]()
 
     async def held_up(self: Any, response: Any, piece: Any, times: Any) -> None:
