@@ -129,8 +129,12 @@ class Scheduler:
 
     @property
     def _begun(self) -> list[Request]:
-        mixed = [] if self._mixed is None else self._mixed.requests
-        return [*self._reading, *mixed, *self._batches.live]
+        return [*self._reading, *self._read_in_pieces, *self._batches.live]
+
+    @property
+    def _read_in_pieces(self) -> list[Request]:
+        """Requests whose prompts mixed passes read."""
+        return [] if self._mixed is None else self._mixed.requests
 
     @property
     def waiting(self) -> int:
@@ -144,8 +148,7 @@ class Scheduler:
 
     @property
     def _reads_or_decodes(self) -> bool:
-        mixes = self._mixed is not None and bool(self._mixed.requests)
-        return bool(self._reading) or mixes or self._batches.is_running
+        return bool(self._reading or self._read_in_pieces) or self._batches.is_running
 
     @property
     def speech_bytes(self) -> int:
@@ -187,7 +190,7 @@ class Scheduler:
         self._batches.forget_batch()
         self._batches.settle_ended()
         self._may_mix = True
-        if self._mixed is not None and not self._mixed.requests:
+        if not self._read_in_pieces:
             self._mixed = None
         self._voices.release_graphs()
 
@@ -232,7 +235,7 @@ class Scheduler:
         # Decode steps already ran between the layers of a chunk, and if no other requests run, the
         # first tokens need not wait for the second ones.
         decodes = not self._read_on() and others
-        if self._mixed is not None and self._mixed.requests:
+        if self._mixed is not None and self._read_in_pieces:
             self._step_mixed(self._mixed)
         elif decodes:
             self._batches.step()
@@ -287,8 +290,9 @@ class Scheduler:
         if request.ended or not self._batches.joins(request):
             return None
         if self._may_mix:
-            if self._mixed is not None and self._mixed.requests:
+            if self._read_in_pieces:
                 return None
+            # The old scratch is freed before the new one takes memory.
             self._mixed, self._may_mix = None, False
             axes = request.prompt.positions.shape[:-2]
             self._mixed = MixedPrefill.of(self.family, self.store, self.reader.sigmas, axes)

@@ -320,7 +320,7 @@ class PromptScratch:
             start: index of the first new token in the scratch.
         """
         try:
-            flags = self._stored(self._view, caches, modalities, start)
+            flags = self._stored(caches, modalities, start)
         except BaseException:
             self._view = self._new_view()  # The old one is incomplete.
             raise
@@ -331,13 +331,10 @@ class PromptScratch:
         return StoredPrompts(sent, arrived)
 
     def _stored(
-        self,
-        view: BatchView,
-        caches: Sequence[OscarCache],
-        modalities: Sequence[np.ndarray],
-        start: int,
+        self, caches: Sequence[OscarCache], modalities: Sequence[np.ndarray], start: int
     ) -> torch.Tensor:
         """Store prompts, and return the overflow flags of all layers."""
+        view = self._view
         view.set_rows(caches)
         step = view.begin(modalities)
         if not self._tables.write(step, start):
