@@ -183,6 +183,8 @@ class BatchView(OscarCache):
 
 def _without_tokens(modalities: np.ndarray | Sequence[np.ndarray]) -> frozenset[int]:
     """Return the rows in which all new tokens are padding."""
+    if isinstance(modalities, np.ndarray):
+        return frozenset(np.flatnonzero((modalities == PADDING).all(1)).tolist())
     return frozenset(i for i, row in enumerate(modalities) if (row == PADDING).all())
 
 

@@ -152,6 +152,8 @@ class TokenPlacer:
     def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool | DryRunSlots]) -> None:
         self._policy, self._allocators, self._recent = policy, allocators, allocators[PLAIN]
         self._appends_tokens = codec_of(policy).appends_tokens
+        self._begin_at = {bits: min_page_tokens(policy, bits) for bits in policy.packed_bits}
+        """Number of tokens outside of the window that begin a page, by its bits."""
         self._step = StepPlan()
         # Rows, token indices and slots of the new tokens.
         self._writes = list[int](), list[int](), list[int]()
@@ -263,9 +265,9 @@ class TokenPlacer:
         window, spare, stored = self._policy.window, sequence.spare, sequence.stored
         if modality == PADDING or not window or not spare:
             return None
-        code, length = self._stream_code(sequence, modality, stored), len(sequence.codes)
+        code, codes = self._stream_code(sequence, modality, stored), sequence.codes
         stream = sequence.streams.get(code)
-        if stream is None or sequence.codes[-window:].count(code) < window:
+        if stream is None or codes.count(code, -window) < window:
             return None
         waiting, room, page = len(stream.slots) + 1 - window, self._room(stream), None
         if room:
@@ -276,14 +278,14 @@ class TokenPlacer:
             job = PackJob(row, stream.bits, [page], PAGE_TOKENS - room, source, {})
             self._step.pack_jobs.append(job)
         elif (
-            packed_count(self._policy, stream.bits, waiting, 0)
+            waiting >= self._begin_at.get(stream.bits, waiting + 1)  # ``packed_count`` without room
             # The sequence may have more tokens in 16-bit precision, and so more spare slots.
             or len(spare) > 1 + max_spare(len(stream.slots), 0)
         ):
             return None
         for column, value in zip(self._writes, (row, 0, spare[-1]), strict=True):
             column.append(value)
-        return SteadyRow(length, stored, code, stream, spare[-1], page)
+        return SteadyRow(len(codes), stored, code, stream, spare[-1], page)
 
     def _take_many(self, row: int, sequence: SequenceTable, ids: np.ndarray) -> None:
         codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
