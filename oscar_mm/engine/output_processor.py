@@ -54,6 +54,11 @@ class OutputProcessor:
         return bool(self.text or self._deltas)
 
     @property
+    def may_stop(self) -> bool:
+        """Whether ``stopped`` may become true."""
+        return any(parser.may_stop for parser in self._parsers)
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string or the last allowed tool call has occurred; push no more tokens."""
         return any(map(attrgetter("stopped"), self._parsers))
@@ -66,12 +71,16 @@ class OutputProcessor:
             return None
         return ReasoningSpan("".join(self._reasoning), opened, tokens)
 
-    def push(self, token: int) -> list[Piece]:
+    def push(self, token: int, at: float) -> list[Piece]:
         """Add a token and return the pieces that it completes: at least one, which may be empty.
 
         Chunks of reasoning are ``Reasoning``.
+
+        Args:
+            token: id of the token.
+            at: ``time.perf_counter()`` when it was sampled.
         """
-        self._last = time.perf_counter()
+        self._last = at
         self._first = self._first or self._last
         self.token_ids.append(token)
         parts: list[Part] = [token]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -84,7 +85,6 @@ class Request(RequestState):
         cancelled: whether ``cancel`` ended the request.
         prompt_tokens: prompt length as reported in the answer.
         prompt_logprobs: log-probabilities of the prompt; None unless ``sampling`` requests them.
-        written: the output so far.
     """
 
     voice: Voice | None = None
@@ -114,7 +114,7 @@ class Request(RequestState):
         super().__init__(sampling, seen, position, ends, bad_words, thinks, adapter)
         self.engine, self.prompt, self.cache, self.sampling = engine, prompt, cache, sampling
         context = OutputContext(tokenizer, sampling, thinks, ids, tools, prompt.continues)
-        self.written = OutputProcessor(context, start)
+        self._written = OutputProcessor(context, start)
         self.delivery = Delivery() if delivery is None else delivery
         self.states = states
         # The states of a cached prefix are not known.
@@ -133,6 +133,10 @@ class Request(RequestState):
         top = sampling.prompt_logprobs
         self.prompt_logprobs = None if top is None else PromptLogprobs(ids, top)
         self._pieces: deque[Piece | Speech] = deque()
+        self._unwritten: deque[tuple[int, float]] = deque()
+        """Tokens that are not detokenized yet, and when they were sampled."""
+        # Reentrant, since a finalizer may run in a thread that holds it.
+        self._writing = threading.RLock()
         self._keeps_cache = keeps_cache
         self._memory: MemoryReport | None = None
 
@@ -144,7 +148,8 @@ class Request(RequestState):
     @property
     def is_ready(self) -> bool:
         """Whether pieces are queued or the request is over."""
-        return self.is_over or (bool(self._pieces) and not self.delivery.at_end)
+        queued = bool(self._pieces or self._unwritten)
+        return self.is_over or (queued and not self.delivery.at_end)
 
     @property
     def is_read_alone(self) -> bool:
@@ -170,16 +175,34 @@ class Request(RequestState):
 
         Call this only from the thread that consumes the request.
         """
+        self._detokenize()
         return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
+    @property
+    def written(self) -> OutputProcessor:
+        """The output so far."""
+        self._detokenize()
+        return self._written
+
     def write(self, token: int) -> None:
-        """Queue the pieces of a sampled token. ``ended`` is set only after the last piece."""
-        try:
-            self._pieces += self.written.push(token)
-        except Exception as error:  # A tokenizer may raise anything; fail only this request.
-            self.fail(error)
-        if self.written.stopped:
+        """Queue a sampled token. ``ended`` is set only after the last one.
+
+        The thread that takes the pieces detokenizes it, not the engine thread, unless its text may
+        end the answer.
+        """
+        self._unwritten.append((token, time.perf_counter()))
+        if self._written.may_stop and self.written.stopped:
             self.ended = True  # ``|=`` could undo a concurrent ``cancel``.
+
+    def _detokenize(self) -> None:
+        """Queue the pieces of the tokens so far."""
+        with self._writing:
+            try:
+                while self._unwritten:
+                    self._pieces += self._written.push(*self._unwritten.popleft())
+            except Exception as error:  # A tokenizer may raise anything; fail only this request.
+                self._unwritten.clear()
+                self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error; an interrupt raised in a step becomes a RuntimeError,
@@ -188,6 +211,7 @@ class Request(RequestState):
 
     def queue(self, piece: Speech) -> None:
         """Queue a piece that is not part of the text."""
+        self._detokenize()
         self._pieces.append(piece)
 
     def __iter__(self) -> Iterator[Piece | Speech]:
@@ -200,6 +224,7 @@ class Request(RequestState):
             while not ended:
                 self.engine.run_until(lambda: self.is_ready)
                 ended = self.is_over
+                self._detokenize()
                 while self._pieces:
                     yield self._pieces.popleft()
             self._raise_error()
@@ -216,8 +241,9 @@ class Request(RequestState):
         self.cancel()
         if self.reservation is not None or not (self._keeps_cache or self.cache.closed):
             self.engine.call(self.settle)
+        written = self.written
         self._raise_error()
-        self.written.finish()
+        written.finish()
         return self.answer()
 
     def _raise_error(self) -> None:

@@ -79,7 +79,7 @@ def written(tokenizer, text: str, sampling: Sampling, start: float):
     writer, pieces = OutputProcessor(OutputContext(tokenizer, sampling), start), []
     for token in tokenizer(text)["input_ids"]:
         if not writer.stopped:
-            pieces += writer.push(token)
+            pieces += writer.push(token, time.perf_counter())
     pieces += writer.finish()
     answer = writer.answer(OscarCache("bf16").memory(), 7)
     assert "".join(pieces) == answer.text and answer.token_ids == writer.token_ids

@@ -166,7 +166,7 @@ def test_a_tokenizers_error_is_that_answers(plain, monkeypatch) -> None:
     expected = alone(plain)
     answers = [made(plain, prompt) for prompt in SHORT]
 
-    def push(token: int) -> str:
+    def push(token: int, at: float) -> str:
         raise ValueError(f"no text for {token}")
 
     monkeypatch.setattr(answers[1].written, "push", push)

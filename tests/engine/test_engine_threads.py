@@ -326,14 +326,14 @@ def test_an_answer_that_began_before_all_requests_are_stepped(plain) -> None:
 
 def test_an_answer_has_ended_once_its_last_piece_is_there(plain, monkeypatch) -> None:
     """A thread that looks during a step gets all pieces of an answer that has ended."""
-    answer, writing, go_on = made(plain, SHORT[0]), threading.Event(), threading.Event()
+    answer, writing, go_on = made(plain, SHORT[0], stop="#?"), threading.Event(), threading.Event()
     push = answer.written.push
 
-    def slow(token: int) -> str:
+    def slow(token: int, at: float) -> list[str]:
         if len(answer.tokens) == TOKENS:
             writing.set()
             assert go_on.wait(60)
-        return push(token)
+        return push(token, at)
 
     monkeypatch.setattr(answer.written, "push", slow)
     with plain.engine.keep_stepping(lambda: None):
@@ -346,8 +346,28 @@ def test_an_answer_has_ended_once_its_last_piece_is_there(plain, monkeypatch) ->
     answer.complete()
 
 
+@pytest.mark.parametrize("stop", [(), ("#?",)])
+def test_who_detokenizes(plain, monkeypatch, stop: tuple[str, ...]) -> None:
+    """The thread that takes the pieces, unless a stop string may end the answer."""
+    answer, threads = made(plain, SHORT[0], stop=stop), set[str]()
+    push = answer.written.push
+
+    def noted(token: int, at: float) -> list[str]:
+        threads.add(threading.current_thread().name)
+        return push(token, at)
+
+    monkeypatch.setattr(answer.written, "push", noted)
+    with plain.engine.keep_stepping(lambda: None):
+        plain.engine.submit(answer)
+        plain.engine.run_until(lambda: answer.ended)
+        assert bool(threads) == bool(stop)
+        assert "".join(answer.take_pieces()) == answer.complete().text
+    here = threading.current_thread().name
+    assert (here not in threads) if stop else (threads == {here})
+
+
 def test_an_answer_that_is_cancelled_while_it_is_written_ends(plain, monkeypatch) -> None:
-    answer = made(plain, SHORT[0])
+    answer = made(plain, SHORT[0], stop="#?")
 
     def stopped(_: OutputProcessor) -> bool:
         answer.cancel()  # As another thread may just now.

@@ -149,7 +149,7 @@ def test_pieces_of_another_kind(plain, chain) -> None:
     writer, pieces = OutputProcessor(context, 0.0), []
     for token in ids_of(plain, said):
         if not writer.stopped:
-            pieces += writer.push(token)
+            pieces += writer.push(token, time.perf_counter())
     pieces += writer.finish()
     assert [piece for piece in pieces if isinstance(piece, Source)] == ["[1]", "[2]", "[3]"]
     assert writer.stopped and writer.text == "</think> It says [1] so [2][3], a[4"

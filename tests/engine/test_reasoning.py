@@ -38,7 +38,7 @@ def written(tokenizer, said: str, prompt: str = OPENED, **how) -> tuple[OutputPr
     pieces = []
     for token in ids(tokenizer, said)[: how.get("max_new_tokens")].tolist():
         if not writer.stopped:
-            pieces += writer.push(token)
+            pieces += writer.push(token, 0.0)
     pieces += writer.finish()
     return writer, pieces
 

@@ -64,7 +64,7 @@ def written(
     pieces: list[Piece] = []
     for token in ids(said)[: how.get("max_new_tokens")].tolist():
         if not writer.stopped:
-            pieces += writer.push(token)
+            pieces += writer.push(token, time.perf_counter())
     pieces += writer.finish()
     answer = writer.answer(OscarCache("bf16").memory(), 7)
     assert told(pieces) == (answer.text, [(one.name, one.arguments) for one in answer.tool_calls])

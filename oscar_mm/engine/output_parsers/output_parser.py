@@ -89,6 +89,11 @@ class OutputParser(ABC):
         return ()
 
     @property
+    def may_stop(self) -> bool:
+        """Whether ``stopped`` may become true; then the engine waits for the parser."""
+        return type(self).stopped is not OutputParser.stopped
+
+    @property
     def stopped(self) -> bool:
         """Whether the answer ends here; nothing is pushed afterwards."""
         return False

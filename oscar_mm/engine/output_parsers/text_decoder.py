@@ -33,6 +33,11 @@ class TextDecoder(OutputParser):
         return None if self._text is None else self._text.stop_text
 
     @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._context.sampling.stop)
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string has occurred."""
         return self._text is not None and self._text.stop_text is not None
