@@ -9,6 +9,7 @@ import torch
 
 from oscar_mm.cache.block_table import SequenceTable
 from oscar_mm.cache.step_plan import AttentionShape, SlotTables, StepPlan, store_jobs
+from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import Tables, laid_out, upload
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from oscar_mm.pages.codecs.registry import codec_of
@@ -36,9 +37,10 @@ class PromptTables:
 
     def __init__(self, tokens: int, rows: int, policy: KVPolicy, device: torch.device) -> None:
         self._bits = list(policy.packed_bits)
+        streams = len(Modality) * rows
         # Tokens of earlier turns leave the window, at most a few hundred.
-        jobs = -(-tokens // TILE) + _MORE_TILES + 2 * rows, HEAD + TILE
-        begins = (-(-tokens // PAGE_TOKENS) + rows) * policy.center, HEAD + CENTER_TOKENS
+        jobs = -(-tokens // TILE) + _MORE_TILES + 2 * streams, HEAD + TILE
+        begins = (-(-tokens // PAGE_TOKENS) + streams) * policy.center, HEAD + CENTER_TOKENS
         shapes = [(tokens, 3), *((jobs, begins) if self._bits else ())]
         self._shapes = [shapes[0], *(len(self._bits) * [*shapes[1:]])]
         sizes = [lines * columns for lines, columns in self._shapes]

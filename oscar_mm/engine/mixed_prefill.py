@@ -1,7 +1,8 @@
-"""Mixed prefill: short text prompts are read in pieces, each in the pass of a decode step.
+"""Mixed prefill: short prompts are read in pieces, each in the pass of a decode step.
 
 A pass has the rows of the running requests, and as many tokens of waiting prompts as fit. The
-maximum number of rows of a pass bounds the time between tokens.
+maximum number of rows of a pass bounds the time between tokens. Before a pass, the towers read the
+media of the prompts that it begins, all together.
 """
 
 from __future__ import annotations
@@ -9,27 +10,31 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
+from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.engine.family import Family
+from oscar_mm.engine.media_rows import media_rows
 from oscar_mm.engine.request import Request
+from oscar_mm.engine.running_batches import RunningBatches
 from oscar_mm.engine.sampling import SampledTokens, Sampler
 from oscar_mm.fast_decode.graph_runner import graph_capture
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.fast_decode.prompt_scratch import (
     MAX_PIECE,
     MAX_PROMPTS,
+    PieceShape,
     PromptPiece,
     PromptRange,
     PromptScratch,
     StoredPrompts,
     stored_tokens,
 )
-from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
@@ -53,12 +58,16 @@ class _Reading:
         past: number of tokens in its cache, which come first in the scratch.
         start: index of the first token in the scratch; None until there is room.
         read: number of tokens of the prompt that have been read.
+        has_begun: whether its inputs are in the scratch.
+        has_features: whether media in the prompt have features for several layers.
     """
 
     request: Request
     past: int
     start: int | None = None
     read: int = 0
+    has_begun: bool = False
+    has_features: bool = False
 
     @property
     def unread(self) -> int:
@@ -67,6 +76,12 @@ class _Reading:
     @property
     def tokens(self) -> int:
         return self.past + self.request.unread.tokens
+
+    @property
+    def first(self) -> int:
+        """Index of the first token of the prompt."""
+        assert self.start is not None
+        return self.start + self.past
 
     @property
     def stop(self) -> int:
@@ -88,17 +103,18 @@ class CompletePrompts(NamedTuple):
 
 
 class MixedPrefill:
-    """Reads short text prompts on one GPU; used in the engine thread.
+    """Reads short prompts on one GPU; used in the engine thread.
 
     Prompts are read in order, and a piece may end one prompt and begin another.
 
     Args:
+        family: model family.
         scratch: memory for prompts that are not complete.
-        device: device of the logits.
+        unused: cache for calls that only embed.
     """
 
-    def __init__(self, scratch: PromptScratch, device: torch.device) -> None:
-        self._scratch, self._device = scratch, device
+    def __init__(self, family: Family, scratch: PromptScratch, unused: OscarCache) -> None:
+        self._family, self._scratch, self._unused = family, scratch, unused
         self._readings = deque[_Reading]()
         self._ranges: list[tuple[_Reading, PromptRange]] = []
         """Prompts of the piece that is about to be launched."""
@@ -125,7 +141,6 @@ class MixedPrefill:
             capture is None
             or family.keeps_states
             or not PromptLayers.takes(model)
-            or RowAdapters.of(model) is not None
             or not PromptScratch.takes(model, store.policy)
         ):
             return None
@@ -134,7 +149,7 @@ class MixedPrefill:
             scratch = PromptScratch(model, store, axes, sigmas, tokens, capture)
         except torch.OutOfMemoryError:
             return None
-        return cls(scratch, family.device)
+        return cls(family, scratch, OscarCache(store.policy, store=store))
 
     @property
     def requests(self) -> list[Request]:
@@ -152,18 +167,20 @@ class MixedPrefill:
     def takes(self, request: Request) -> bool:
         """Return whether a prompt can be read in pieces; ``request.cache`` must be its own."""
         prompt = request.unread
+        shows = bool((prompt.modalities != Modality.TEXT).any())
         return (
             not self._scratch.fails
             and stored_tokens(request.cache) + prompt.tokens <= self._scratch.tokens
             and self._scratch.can_take(request.cache)
             and not request.is_read_alone
-            and not prompt.media
-            and bool((prompt.modalities == Modality.TEXT).all())
+            and shows <= bool(prompt.media)
+            and not (shows and prompt.layout.two_way)
         )
 
     def add(self, request: Request) -> None:
         """Add a request that ``takes`` accepts."""
         self._readings.append(_Reading(request, stored_tokens(request.cache)))
+        self._place()
 
     def drop(self, *, ended: bool = True) -> list[Request]:
         """Remove the requests whose prompts are not complete, all or only ended ones.
@@ -195,16 +212,41 @@ class MixedPrefill:
         if alone := not rows or self._uses[rows, size] <= _SEPARATE:
             size = _piece_size(0, left)
         self._ranges = list(_adjacent(unread, size))
-        parts = [
-            (one.request.unread, slice(one.read, one.read + x.last - x.first))
-            for one, x in self._ranges
+        readings = [one for one, _ in self._ranges]
+        self._begin([one for one in readings if not one.has_begun])
+        prompts = [one.request.unread for one in readings]
+        positions = [
+            prompt.positions[..., one.read : one.read + x.last - x.first]
+            for prompt, (one, x) in zip(prompts, self._ranges, strict=True)
         ]
-        ids = [prompt.inputs["input_ids"][0, tokens] for prompt, tokens in parts]
-        positions = [prompt.positions[..., tokens] for prompt, tokens in parts]
-        ranges = [x for _, x in self._ranges]
-        piece = self._scratch.prepare(ranges, torch.cat(ids), torch.cat(positions, -1), size)
+        piece = self._scratch.prepare(
+            [x for _, x in self._ranges],
+            torch.cat(positions, -1),
+            PieceShape(size, any(one.has_features for one in readings)),
+            [prompt.adapter for prompt in prompts],
+        )
         piece.alone = alone
         return piece
+
+    def _begin(self, readings: list[_Reading]) -> None:
+        """Write what prompts need to the scratch: the tokens in their caches, their embeddings, and
+        what the towers make of their media."""
+        if not readings:
+            return
+        prompts = [one.request.unread for one in readings]
+        ids = torch.cat([prompt.inputs["input_ids"] for prompt in prompts], 1)
+        rows = self._family.model.get_input_embeddings()(ids)[0]
+        parts = rows.split([prompt.tokens for prompt in prompts])
+        for one, part in zip(readings, parts, strict=True):
+            self._scratch.put(part, one.first)
+            if one.past:
+                self._scratch.load(one.request.cache, one.first - one.past)
+        for found in media_rows(self._family, prompts, self._unused):
+            one = readings[found.place]
+            self._scratch.put(found.rows, one.first + found.start, found.features)
+            one.has_features |= found.features is not None
+        for one in readings:
+            one.has_begun = True
 
     def finish(self, piece: PromptPiece) -> None:
         """Launch a piece unless it was launched with a decode step; then sample the first tokens of
@@ -227,14 +269,43 @@ class MixedPrefill:
     def _completed(self, done: list[_Reading], logits: torch.Tensor) -> CompletePrompts:
         """Sample the first tokens of adjacent prompts, and store their keys and values."""
         requests = [one.request for one in done]
-        assert done[0].start is not None
-        chosen = Sampler([x.sampler for x in requests], self._device, TPGroup())(logits)
+        chosen = Sampler([x.sampler for x in requests], self._family.device, TPGroup())(logits)
         stored = self._scratch.store(
             [request.cache for request in requests],
             [request.unread.modalities[0].numpy() for request in requests],
-            done[0].start + done[0].past,
+            done[0].first,
         )
         return CompletePrompts(requests, chosen, stored)
+
+    def warm_up(self, batches: RunningBatches, until: float) -> None:
+        """Capture pieces of all sizes, alone and with decode steps of the running requests.
+
+        Args:
+            batches: the running requests, which continue.
+            until: time of ``perf_counter`` after which nothing more is captured.
+        """
+        for rows in dict.fromkeys((0, batches.rows)):
+            for size in reversed(_piece_sizes(rows)):
+                if self._readings or perf_counter() >= until:
+                    return
+                captured = _SEPARATE + 2  # After those, one pass is eager and one captured.
+                if self._uses[rows, size] < captured:
+                    self._uses[rows, size] = captured
+                    # A step that is already under way takes no piece.
+                    tries = (self._run_padding(batches, size, alone=not rows) for _ in range(6))
+                    for _ in islice(filter(None, tries), 2):
+                        pass
+
+    def _run_padding(self, batches: RunningBatches, size: int, *, alone: bool) -> bool:
+        """Run a piece of one token and padding while the scratch is empty; return whether it ran
+        with a decode step, unless it was to run alone."""
+        ranges = [PromptRange(0, 1, 0, 1)]
+        piece = self._scratch.prepare(ranges, 0, PieceShape(size, False), [None])
+        if alone:
+            self._scratch.run_alone(piece)
+        else:
+            batches.step(piece)
+        return piece.logits is not None
 
     def take_complete(self) -> list[CompletePrompts]:
         """Remove and return the prompts that earlier pieces completed."""
@@ -249,8 +320,6 @@ class MixedPrefill:
                 reading.start = self._room(reading.tokens)
                 if reading.start is None:
                     return
-                if reading.past:
-                    self._scratch.load(reading.request.cache, reading.start)
 
     def _room(self, tokens: int) -> int | None:
         """Return the index for a prompt in the scratch, after the last one or at the beginning;
@@ -269,8 +338,12 @@ class MixedPrefill:
 
 def _piece_size(rows: int, unread: int) -> int:
     """Return the number of rows for prompt tokens in a pass that has ``rows`` decoding rows."""
-    sizes = [total - rows for total in _ROWS if total - rows >= _LEAST]
+    sizes = _piece_sizes(rows)
     return next((size for size in sizes if size >= unread), sizes[-1])
+
+
+def _piece_sizes(rows: int) -> list[int]:
+    return [total - rows for total in _ROWS if total - rows >= _LEAST]
 
 
 def _adjacent(unread: list[_Reading], size: int) -> Iterator[tuple[_Reading, PromptRange]]:
@@ -280,7 +353,7 @@ def _adjacent(unread: list[_Reading], size: int) -> Iterator[tuple[_Reading, Pro
         if count == MAX_PROMPTS or not size or (end is not None and one.start != end):
             return
         assert one.start is not None
-        first, end = one.start + one.past + one.read, one.stop
+        first, end = one.first + one.read, one.stop
         last = min(end, first + size)
         size -= last - first
         yield one, PromptRange(one.start, end, first, last)

@@ -213,10 +213,13 @@ def embedded_parts(
         most: maximum number of tokens per part.
     """
     for part in segments(by_frames(prompt, most), most):
-        yield _embedded(model, part, cache)
+        yield embedded(model, part, cache)
 
 
-def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
+def embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
+    """Return the decoder arguments of a prompt, without running the decoder; see
+    ``embedded_parts``."""
+
     # The model itself embeds the prompt and its media, whatever its family; the hook stops it where
     # it calls its decoder. Calls with another cache belong to other threads.
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

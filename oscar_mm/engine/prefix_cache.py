@@ -226,6 +226,16 @@ def kept_tokens(prompt: Prompt) -> int:
     return stop if stop >= MIN_TOKENS else 0
 
 
+def shares_media(one: Prompt, other: Prompt) -> bool:
+    """Return whether a prompt can take its first media item from the cache of another one."""
+    salts = (one.salt, one.adapter), (other.salt, other.adapter)
+    return (
+        bool(one.media and other.media and kept_tokens(other))
+        and salts[0] == salts[1]
+        and _same_content(one.media[0], other.media[0])
+    )
+
+
 def _whole(length: int, media: tuple[MediumSpan, ...]) -> int:
     """Return the length of the longest prefix of at most ``length`` tokens that ends at the end of
     a page or a media item."""

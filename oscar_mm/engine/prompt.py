@@ -110,7 +110,7 @@ def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:
 
 def beginning(prompt: Prompt, tokens: int) -> Prompt:
     """Return the first tokens of a single-row prompt with their media; see ``remaining``."""
-    return _part(prompt, 0, tokens)
+    return part_of(prompt, 0, tokens)
 
 
 def remaining(prompt: Prompt, tokens: int) -> Prompt:
@@ -120,7 +120,7 @@ def remaining(prompt: Prompt, tokens: int) -> Prompt:
         prompt: prompt built by a family.
         tokens: number of tokens to drop; must leave a token and not split a media item.
     """
-    return _part(prompt, tokens, prompt.tokens)
+    return part_of(prompt, tokens, prompt.tokens)
 
 
 def text_after(prompt: Prompt, ids: torch.Tensor) -> Prompt:
@@ -145,7 +145,7 @@ def up_to_marks(prompt: Prompt) -> Iterator[Prompt]:
     start = 0
     for stop in (*prompt.marks, prompt.tokens):
         if stop > start:
-            yield prompt if (start, stop) == (0, prompt.tokens) else _part(prompt, start, stop)
+            yield prompt if (start, stop) == (0, prompt.tokens) else part_of(prompt, start, stop)
             start = stop
 
 
@@ -167,7 +167,7 @@ def segments(prompt: Prompt, max_tokens: int) -> Iterator[Prompt]:
         for span in prompt.media:
             if span.start < stop < span.stop:
                 stop = span.start if span.start > start else span.stop
-        yield _part(prompt, start, stop)
+        yield part_of(prompt, start, stop)
         start = stop
 
 
@@ -235,7 +235,13 @@ def _items(prompt: Prompt, span: MediumSpan) -> list[Span]:
     ]
 
 
-def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
+def part_of(prompt: Prompt, start: int, stop: int) -> Prompt:
+    """Return tokens ``start`` to ``stop - 1`` of a single-row prompt with their media.
+
+    Args:
+        prompt: prompt built by a family.
+        start, stop: must not split a media item.
+    """
     if any(span.start < cut < span.stop for span in prompt.media for cut in (start, stop)):
         raise ValueError(f"tokens {start} to {stop} begin or end within a media item")
     if not 0 <= start < stop <= prompt.tokens:

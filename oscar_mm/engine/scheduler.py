@@ -18,7 +18,12 @@ from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.prefill_runner import PrefillRunner
-from oscar_mm.engine.prefix_cache import PrefixCache, kept_tokens, processor_settings
+from oscar_mm.engine.prefix_cache import (
+    PrefixCache,
+    kept_tokens,
+    processor_settings,
+    shares_media,
+)
 from oscar_mm.engine.prompt import Prompt, remaining
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.running_batches import RunningBatches
@@ -194,6 +199,15 @@ class Scheduler:
             self._mixed = None
         self._voices.release_graphs()
 
+    @eager
+    @torch.inference_mode()
+    def capture_mixed_passes(self, until: float) -> None:
+        """Capture the mixed passes of the running batch before prompts need them; see
+        ``MixedPrefill.warm_up``."""
+        if self._mixed is not None:
+            self._mixed.warm_up(self._batches, until)
+            self._batches.settle_ended()
+
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
         for entry in (*list(self._queue), *self._begun, *self._voices.live):
@@ -264,7 +278,7 @@ class Scheduler:
         """
         wakes = TPGroup.of(self.family.model).count == 1
         while self._queue and not self._blocked and self.running < self.max_rows:
-            if self._mixed is not None and self._mixed.is_full:
+            if self._mixed is not None and (self._mixed.is_full or self._awaits_media()):
                 return
             self._batches.settle_ended()  # Requests may have ended during the last prefill.
             with self._beginning() as requests:
@@ -297,6 +311,19 @@ class Scheduler:
             axes = request.prompt.positions.shape[:-2]
             self._mixed = MixedPrefill.of(self.family, self.store, self.reader.sigmas, axes)
         return self._mixed if self._mixed is not None and self._mixed.takes(request) else None
+
+    def _awaits_media(self) -> bool:
+        """Return whether the next request is to wait until mixed passes have read its media for
+        another one, and the prefix cache has them."""
+        reading = [one for one in self._read_in_pieces if one.unread.media and not one.has_past]
+        if self.prefixes is None or not reading:
+            return False
+        following = min(self._queue, key=self._turn())
+        return (
+            isinstance(following, Request)
+            and not following.has_past
+            and any(shares_media(following.prompt, one.prompt) for one in reading)
+        )
 
     def _step_mixed(self, mixed: MixedPrefill) -> None:
         """Run a decode step together with the next piece of prompts.

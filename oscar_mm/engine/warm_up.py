@@ -1,8 +1,9 @@
-"""Warm-up: capture the decode steps of every batch size before the first request."""
+"""Warm-up: capture decode steps and mixed passes of every batch size before the first request."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from time import perf_counter
 
 from oscar_mm.cache.cache import OscarCache
@@ -16,15 +17,21 @@ from oscar_mm.media.media import Media
 
 _STEPS = 4
 """Number of steps per batch size: the first runs eagerly, and the second is captured."""
+_PASSES = 3 * 9
+"""Number of steps per batch size that mixed passes take, see ``MixedPrefill.warm_up``."""
+_MIXED_S = 40.0
+"""Seconds after which no more mixed passes are captured; others are when prompts need them."""
 _log = logging.getLogger("oscar_mm")
 
 
 def warm_up(engine: Engine, rows: int) -> None:
-    """Capture the decode steps of batches up to ``rows``; do nothing if steps are not captured.
+    """Capture the decode steps of batches up to ``rows``, and their mixed passes with text; do
+    nothing if steps are not captured.
 
     Short requests run together and are ended until only one is left. Each request takes cache
-    memory for about 200 tokens, and each batch size takes a capture and four steps. An error is
-    logged, and the first requests then capture their steps.
+    memory for some hundred tokens. Each batch size takes a capture and four steps, and for each of
+    nine sizes of mixed passes another capture and three passes, for at most 40 seconds in all.
+    An error is logged, and the first requests then capture their steps.
 
     Args:
         engine: an idle engine.
@@ -58,17 +65,15 @@ def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
     axes, cache = prompt.positions.shape[:-2], OscarCache(engine.store.policy, store=engine.store)
     sizes = DecodeRunner(family.model, cache, axes, family.device).captured_sizes(rows)
     # Decode steps also run between the layers of prompts, hence twice as many tokens.
-    sampling = Sampling(max_new_tokens=2 * _STEPS * (len(sizes) + 2))
+    most = (2 * _STEPS + _PASSES) * (len(sizes) + 2)
+    sampling, until = Sampling(max_new_tokens=most), perf_counter() + _MIXED_S
     for _ in range(rows if sizes else 0):
         cache = OscarCache(engine.store.policy, store=engine.store)
         answers.append(Request(engine, prompt, cache, sampling, perf_counter()))
         answers[-1].end_tokens = frozenset()
         answers[-1].has_past = True  # Bypasses the prefix cache.
         engine.submit(answers[-1])
-    # If the budget is too small for all requests, those that fit are enough.
-    engine.run_until(
-        lambda: not engine.waiting or (engine.running > 0 and not engine.scheduler.runnable_count())
-    )
+    engine.run_until(lambda: _all_decode(engine, answers))
     for size in sizes:
         live = [answer for answer in answers if answer.tokens and not answer.ended]
         for answer in live[size:]:
@@ -76,3 +81,11 @@ def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
         if live:
             goal = len(live[0].tokens) + _STEPS
             engine.run_until(lambda x=live[0], goal=goal: x.ended or len(x.tokens) >= goal)
+            engine.call(partial(engine.scheduler.capture_mixed_passes, until), runs_model=True)
+
+
+def _all_decode(engine: Engine, answers: list[Request]) -> bool:
+    """Return whether all requests decode, or those that the budget has memory for."""
+    decoding = sum(bool(answer.tokens) and not answer.ended for answer in answers)
+    blocked = engine.running > 0 and not engine.scheduler.runnable_count()
+    return (blocked or not engine.waiting) and decoding >= engine.running

@@ -245,7 +245,8 @@ class FastDecoder:
     def _computed(self, part: _Part, states: States, cache: OscarCache) -> States:
         """Return the inputs of the next part, or, for the last part, only the logits."""
         if part is self._parts[0]:
-            states = self.embedded(*states)
+            hidden = self.embed(states[0])
+            states = hidden.flatten(0, 1), *self.angles(hidden, states[1])
             cache.attend_packed(None)
         rows, cosine, sine = states
         for layer in part.layers:
@@ -255,18 +256,22 @@ class FastDecoder:
             return rows, cosine, sine
         return (self.logits(rows),)
 
-    def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> States:
-        """Return (tokens, hidden size) embeddings, and (tokens, head_dim) cosines and sines of
-        RoPE.
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return (batch, tokens per row, hidden size) embeddings of (batch, tokens per row) ids."""
+        return self._embed(ids)
+
+    def angles(
+        self, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (tokens, head_dim) cosines and sines of RoPE.
 
         Args:
-            ids: (batch, tokens per row).
+            hidden: (batch, tokens per row, hidden size).
             positions: (batch, tokens per row), or (axes, batch, tokens per row), see ``__call__``.
         """
-        hidden = self._embed(ids)
-        angles = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
-        cosine, sine = (x.expand(*ids.shape, -1).flatten(0, 1).contiguous() for x in angles)
-        return hidden.flatten(0, 1), cosine, sine
+        found = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
+        cosine, sine = (x.expand(*hidden.shape[:2], -1).flatten(0, 1).contiguous() for x in found)
+        return cosine, sine
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return (rows, vocabulary) logits of the last layer's (rows, hidden size) outputs."""

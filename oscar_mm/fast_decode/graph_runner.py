@@ -26,7 +26,12 @@ from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
-from oscar_mm.fast_decode.prompt_scratch import GraphCache, PromptPiece, PromptScratch
+from oscar_mm.fast_decode.prompt_scratch import (
+    DecodingRows,
+    GraphCache,
+    PromptPiece,
+    PromptScratch,
+)
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
 from oscar_mm.modality import PADDING, Modality
@@ -281,14 +286,15 @@ class GraphRunner:
         """Replay the step, or run it together with a piece that has not been launched."""
         if piece is None or piece.alone or piece.logits is not None:
             return replay()
-        scratch, size = piece.scratch, piece.size
+        scratch, shape = piece.scratch, piece.shape
         graphs = self._beside.setdefault(scratch, GraphCache(scratch.capture, self._ids.device))
         if graphs.fails:
             return replay()
-        both = partial(scratch.run, size, self._ids, self._expanded_positions(), self.cache)
+        decoding = DecodingRows(self._ids, self._expanded_positions(), self.cache, self._idle)
+        both = partial(scratch.run, shape, decoding)
         try:
             with self._steps.dry_run(step):
-                beside = graphs.replay(size, both)
+                beside = graphs.replay(shape, both)
                 # The first pass is eager: it compiles kernels.
                 found = (beside or both)()
         except BaseException:  # The prompts are read again; the step must not fail with them.

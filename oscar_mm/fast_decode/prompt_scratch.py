@@ -1,9 +1,10 @@
-"""Prompt scratch: reads short text prompts piece by piece, along with decode steps.
+"""Prompt scratch: reads short prompts piece by piece, along with decode steps.
 
 The tokens of a piece and those of decoding rows go through the same products, so that the weights
-are read once for both, and the whole pass is one CUDA graph. Until a prompt is complete, its keys
-and values stay in 16-bit precision in scratch memory, so that attention within the prompt is exact;
-then one more graph stores them in pages.
+are read once for both, and the whole pass is one CUDA graph. A prompt's embeddings, those of its
+media included, wait in scratch memory. Until it is complete, its keys and values stay there too, in
+16-bit precision, so that attention within the prompt is exact; then one more graph stores them in
+pages.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from oscar_mm.cache.prompt_tables import PromptTables
 from oscar_mm.cache.varlen_attention import VarlenBatch, can_attend_varlen, flash_varlen
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder
 from oscar_mm.fast_decode.layers import FastLayer
+from oscar_mm.fast_decode.low_rank import base_of
+from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.policy import KVPolicy
 
@@ -40,8 +43,9 @@ _MEMORY_SHARE = 128
 """The scratch takes at most this fraction of the GPU's memory: 1/128."""
 _MAX_DECODING = 256
 """Maximum number of decoding rows of a pass."""
-_MAX_GRAPHS = 9
-"""Maximum number of graphs of each kind that are kept, one for each number of rows."""
+_MAX_GRAPHS = 18
+"""Maximum number of graphs of each kind that are kept: for each number of rows, one that adds
+features and one that does not."""
 _log = logging.getLogger(__name__)
 
 
@@ -64,19 +68,44 @@ class PromptRange(NamedTuple):
         return self.last == self.stop
 
 
+class PieceShape(NamedTuple):
+    """What the graph of a piece depends on.
+
+    Attributes:
+        rows: number of rows of the piece, padding included.
+        adds_features: whether the first layers' outputs are increased, see ``PromptScratch.put``.
+    """
+
+    rows: int
+    adds_features: bool
+
+
+class DecodingRows(NamedTuple):
+    """Inputs of a decode step, at fixed addresses.
+
+    Attributes:
+        ids, positions, cache: see ``FastDecoder.__call__``.
+        idle: see ``choosing``; None if the model has no adapters.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    cache: OscarCache
+    idle: torch.Tensor | None
+
+
 @dataclass
 class PromptPiece:
     """Piece whose inputs are ready, to be run by ``GraphRunner`` or ``PromptScratch.run_alone``.
 
     Attributes:
-        size: rows of the pass, padding included.
         alone: whether the piece must run without a decode step.
         logits: (MAX_PROMPTS, vocabulary) logits after the prompts that the piece completes, in
             order; None until the pass is launched. The next piece overwrites them.
     """
 
     scratch: PromptScratch
-    size: int
+    shape: PieceShape
     alone: bool = False
     logits: torch.Tensor | None = None
 
@@ -144,10 +173,10 @@ class GraphCache:
 
 
 class PromptScratch:
-    """Keys and values of prompts that are not complete yet, and the passes that read them.
+    """Inputs, keys and values of prompts that are not complete yet, and the passes that read them.
 
     Args:
-        model: model that ``PromptLayers.takes`` accepts, without adapters for each row.
+        model: model that ``PromptLayers.takes`` accepts.
         store: page store of the prompts' caches.
         axes: leading axes of the position ids, see ``GraphRunner``.
         sigmas: see ``balancing_of``.
@@ -177,14 +206,21 @@ class PromptScratch:
             # The last line receives what padding computes.
             shapes = [(2, tokens + 1, x.heads[1], x.attention.head_dim) for x in layers]
             self._sides = [torch.zeros(x, dtype=dtype, device=device) for x in shapes]
-            self._ids = torch.zeros(MAX_PIECE, dtype=torch.long, device=device)
+            width = model.get_input_embeddings().weight.shape[1]
+            # The last line is the padding's and stays 0.
+            self._embeddings = torch.zeros(tokens + 1, width, dtype=dtype, device=device)
             positions = (*axes, 1, MAX_PIECE)
             self._positions = torch.zeros(positions, dtype=torch.long, device=device)
             lines = MAX_PROMPTS + 2 * (MAX_PROMPTS + 2) + MAX_PIECE
             self._table = torch.zeros(lines, dtype=torch.long, device=device)
             self._flags = torch.zeros(len(layers), dtype=torch.int32, device=device)
+            self._adapters, self._idle = RowAdapters.of(model), None
+            if self._adapters is not None:
+                self._idle = self._adapters.table[:1].repeat(MAX_PIECE, 1)
             head = model.get_output_embeddings().weight
             self._logits = head.new_zeros(MAX_PROMPTS + _MAX_DECODING, head.shape[0])
+        self._features: torch.Tensor | None = None
+        """(levels, tokens + 1, hidden size); None until media with features come."""
         self._tables = PromptTables(tokens, MAX_PROMPTS, store.policy, device)
         self._sigmas = sigmas
         self._view = self._new_view()
@@ -194,9 +230,9 @@ class PromptScratch:
     def capacity(model: Any, device: torch.device) -> int:
         """Return the number of tokens that a scratch should hold."""
         layers, weight = model.get_decoder().layers, model.get_output_embeddings().weight
-        attention = layers[0].self_attn
-        channels = attention.k_proj.weight.shape[0] + attention.v_proj.weight.shape[0]
-        token_bytes = len(layers) * channels * weight.element_size()
+        attention, width = layers[0].self_attn, weight.shape[1]
+        sides = sum(base_of(x).weight.shape[0] for x in (attention.k_proj, attention.v_proj))
+        token_bytes = (len(layers) * sides + width) * weight.element_size()
         memory = torch.cuda.get_device_properties(device).total_memory
         return min(_MAX_TOKENS, memory // _MEMORY_SHARE // token_bytes)
 
@@ -213,27 +249,43 @@ class PromptScratch:
         """Whether graphs could not be captured."""
         return self._alone.fails or self._storing.fails
 
+    def put(self, rows: torch.Tensor, start: int, features: torch.Tensor | None = None) -> None:
+        """Write the inputs of a prompt's tokens, from index ``start`` on.
+
+        Args:
+            rows: (tokens, hidden size) embeddings, or what towers made of media.
+            features: (levels, tokens, hidden size): what is added to the outputs of the first
+                layers; None if nothing is.
+        """
+        places = slice(start, start + len(rows))
+        self._embeddings[places] = rows
+        if features is not None and self._features is None:
+            shape = len(features), *self._embeddings.shape
+            with torch.inference_mode(False):
+                self._features = torch.zeros_like(self._embeddings).expand(shape).clone()
+        if self._features is not None:
+            self._features[:, places] = 0 if features is None else features
+
     def prepare(
         self,
         ranges: Sequence[PromptRange],
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        size: int,
+        positions: torch.Tensor | int,
+        shape: PieceShape,
+        adapters: Sequence[str | None],
     ) -> PromptPiece:
-        """Write the inputs of a piece; the previous piece must be launched.
+        """Write the tables of a piece, whose inputs ``put`` has written; the previous piece must be
+        launched.
 
         Args:
             ranges: adjacent prompts of the piece, at most ``MAX_PROMPTS``; those that the piece
                 completes come first.
-            ids: (tokens,) ids of the piece on the device.
-            positions: (..., 1, tokens) RoPE positions of the piece on the device.
-            size: number of rows, at least as many as tokens; further rows are padding.
+            positions: (..., 1, tokens) RoPE positions of the piece on the device, or one for all.
+            shape: shape with at least as many rows as tokens; further rows are padding.
+            adapters: the adapter of each prompt, or None.
         """
-        count = len(ids)
-        self._ids[:count].copy_(ids)
-        self._ids[count:size].zero_()
-        self._positions[..., :count].copy_(positions)
-        query_ends = [0, *accumulate(x.last - x.first for x in ranges)]
+        size, counts = shape.rows, [x.last - x.first for x in ranges]
+        self._positions[..., : sum(counts)] = positions
+        query_ends = [0, *accumulate(counts)]
         lasts = [end - 1 for x, end in zip(ranges, query_ends[1:], strict=True) if x.completes]
         key_ends = [ranges[0].start, *(x.last for x in ranges)]
         ends = np.empty((2, MAX_PROMPTS + 2), np.int64)
@@ -241,10 +293,14 @@ class PromptScratch:
         ends[0], ends[1] = size, key_ends[-1]
         ends[:, : len(query_ends)] = query_ends, key_ends
         places = np.full(MAX_PIECE, self.tokens)
-        places[:count] = np.concatenate([np.arange(x.first, x.last) for x in ranges])
+        places[: sum(counts)] = np.concatenate([np.arange(x.first, x.last) for x in ranges])
         table = [np.array(lasts + [0] * (MAX_PROMPTS - len(lasts))), ends.ravel(), places]
         self._table.copy_(upload(np.concatenate(table), self._table.device))
-        return PromptPiece(self, size)
+        if self._adapters is not None and self._idle is not None:
+            pairs = zip(adapters, counts, strict=True)
+            idle = self._adapters.idle([name for name, count in pairs for _ in range(count)])
+            self._idle[: sum(counts)] = self._adapters.table[:1] if idle is None else idle
+        return PromptPiece(self, shape)
 
     def can_take(self, cache: OscarCache) -> bool:
         """Return whether a cache has the store and the balancing vectors of this scratch."""
@@ -263,38 +319,39 @@ class PromptScratch:
 
     def run_alone(self, piece: PromptPiece) -> None:
         """Launch a piece without decoding rows."""
-        piece.logits = self._alone.run(piece.size, partial(self.run, piece.size))
+        piece.logits = self._alone.run(piece.shape, partial(self.run, piece.shape))
 
-    def run(
-        self,
-        size: int,
-        ids: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        cache: OscarCache | None = None,
-    ) -> torch.Tensor:
-        """Run the prepared piece, together with a decode step if there is a cache.
-
-        Args:
-            size: rows of the piece.
-            ids, positions, cache: see ``FastDecoder.__call__``.
+    def run(self, shape: PieceShape, decoding: DecodingRows | None = None) -> torch.Tensor:
+        """Run the prepared piece, together with a decode step if there are decoding rows.
 
         Returns:
             (MAX_PROMPTS + batch, vocabulary) logits of completed prompts and of decoding rows.
         """
-        every, places = self._ids[None, :size], self._positions[..., :size]
-        if ids is not None and positions is not None and cache is not None:
-            every = torch.cat([every, ids.view(1, -1)], 1)
-            places = torch.cat([places, positions.transpose(-1, -2)], -1)
-            cache.attend_packed(None)
-        rows, cosine, sine = self._decoder.embedded(every, places)
+        idle = self._idle if self._idle is None else self._idle[: shape.rows]
+        if decoding is not None and idle is not None and decoding.idle is not None:
+            idle = torch.cat([idle, decoding.idle])
+        with choosing(idle):
+            return self._computed(shape, decoding)
+
+    def _computed(self, shape: PieceShape, decoding: DecodingRows | None) -> torch.Tensor:
+        size = shape.rows
         lasts, *ends, to = self._table.split(
             [MAX_PROMPTS, MAX_PROMPTS + 2, MAX_PROMPTS + 2, MAX_PIECE]
         )
+        here, positions = to[:size], self._positions[..., :size]
+        rows, cache = self._embeddings[here], None
+        if decoding is not None:
+            ids, their_positions, cache, _ = decoding
+            rows = torch.cat([rows, self._decoder.embed(ids).flatten(0, 1)])
+            positions = torch.cat([positions, their_positions.transpose(-1, -2)], -1)
+            cache.attend_packed(None)
+        cosine, sine = self._decoder.angles(rows[None], positions)
         query_ends, key_ends = (x.to(torch.int32) for x in ends)
         run = VarlenBatch(
-            slice(size), {}, (to, to), to[:size], query_ends, key_ends, (size, self.tokens), size
+            slice(size), {}, (to, to), here, query_ends, key_ends, (size, self.tokens), size
         )
-        for layer, sides in zip(self._layers, self._sides, strict=True):
+        features = self._features if shape.adds_features and self._features is not None else ()
+        for level, (layer, sides) in enumerate(zip(self._layers, self._sides, strict=True)):
             heads = layer.projected(rows)
             layer.turn_(heads, cosine, sine)
             found = heads.new_empty(len(heads), layer.heads[0], layer.attention.head_dim)
@@ -303,6 +360,8 @@ class PromptScratch:
                 found[size:] = decoded.view_as(found[size:])
             found[:size] = _attended(layer, heads[:size], sides, run)
             rows = layer.feed_forward(layer.output(found.flatten(1), residual=rows))
+            if level < len(features):
+                rows[:size] += features[level][here]
         if cache is not None:
             cache.end_step()
         logits = self._decoder.logits(torch.cat([rows[lasts], rows[size:]]))
@@ -316,7 +375,7 @@ class PromptScratch:
 
         Args:
             caches: at most ``MAX_PROMPTS``; a single one if it is not empty.
-            modalities: (tokens,) int8 modality ids of each prompt; all text.
+            modalities: (tokens,) int8 modality ids of each prompt.
             start: index of the first new token in the scratch.
         """
         try:

@@ -1,12 +1,13 @@
 """Checkpoints and a pipeline that several tests of prefill share."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from oscar_mm import OscarVLPipeline
+    from tests.engine.mixing import Capture
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,37 @@ def plain(qwen3_vl_folder: Path) -> "OscarVLPipeline":
     from tests.engine.engine import loaded
 
     return loaded(qwen3_vl_folder)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> "Capture":
+    """Make engines mix prompts with decode steps on a CPU."""
+    from tests.engine.mixing import mix
+
+    return mix(monkeypatch)
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Sizes of the pieces that were read, and whether a decode step took them along."""
+    from oscar_mm.engine.mixed_prefill import MixedPrefill
+
+    found = list[tuple[int, bool]]()
+    finish = MixedPrefill.finish
+
+    def noted(self: MixedPrefill, piece: Any) -> None:
+        found.append((piece.shape.rows, piece.logits is not None))
+        finish(self, piece)
+
+    monkeypatch.setattr(MixedPrefill, "finish", noted)
+    return found
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make mixed passes small, and capture them at once."""
+    from oscar_mm.engine import mixed_prefill
+
+    monkeypatch.setattr(mixed_prefill, "_ROWS", (32, 48, 64))
+    monkeypatch.setattr(mixed_prefill, "_LEAST", 8)
+    monkeypatch.setattr(mixed_prefill, "_SEPARATE", 1)

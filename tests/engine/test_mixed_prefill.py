@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.cache.prompt_tables import PromptTables
@@ -16,73 +15,19 @@ from oscar_mm.engine import mixed_prefill
 from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.scheduler import Scheduler
-from oscar_mm.fast_decode import graph_runner, prompt_scratch
-from oscar_mm.fast_decode.prompt_scratch import PromptPiece, PromptScratch
+from oscar_mm.fast_decode.prompt_scratch import PromptScratch
 from tests.engine.engine import BAD, alone, embedding, empty, loaded, made, run, together
 from tests.engine.engine_waits import engine_waits
+from tests.engine.mixing import read_by_pieces
 
 MEDIA = Path(__file__).parents[2] / "examples" / "media"
 
 WORDS = ("what", "is", "on", "the", "sign", "near", "a", "red", "door", "why", "not", "every")
-CAPACITY = 700
 CARDS = sorted((MEDIA / "cards").glob("*.png"))[:1]
 
 
 def text(count: int, seed: int = 0) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
-
-
-class Capture:
-    """Capture whose replay runs the function again; ``made`` counts captures."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def __call__(self, function, device):
-        self.made += 1
-        return function
-
-
-def by_rows(queries, keys, values, run, scaling):
-    """``flash_varlen`` for a CPU, sequence by sequence; NaN where it must not be read."""
-    found = torch.full_like(queries, torch.nan)
-    ends = zip(run.query_ends.tolist(), run.key_ends.tolist(), strict=True)
-    (start, key_start), *ends = ends
-    for end, key_end in ends:
-        rows, own = queries[start:end], slice(key_start, key_end)
-        seen = torch.ones(len(rows), key_end - key_start, dtype=torch.bool)
-        seen = seen.tril(key_end - key_start - len(rows))
-        sides = (x.transpose(0, 1)[None] for x in (rows, keys[own], values[own]))
-        out = scaled_dot_product_attention(*sides, seen, scale=scaling, enable_gqa=True)
-        found[start:end] = out[0].transpose(0, 1).nan_to_num() if len(rows) else rows
-        start, key_start = end, key_end
-    return found
-
-
-@pytest.fixture
-def capture(monkeypatch) -> Capture:
-    """Make the engine mix on a CPU."""
-    capture = Capture()
-    for module in (graph_runner, mixed_prefill):
-        monkeypatch.setattr(module, "graph_capture", lambda devices, small=False: capture)
-    monkeypatch.setattr(prompt_scratch, "can_attend_varlen", lambda queries: True)
-    monkeypatch.setattr(prompt_scratch, "flash_varlen", by_rows)
-    monkeypatch.setattr(PromptScratch, "capacity", staticmethod(lambda model, device: CAPACITY))
-    return capture
-
-
-@pytest.fixture
-def pieces(monkeypatch) -> list[tuple[int, bool]]:
-    """Sizes of the pieces that were read, and whether a decode step took them along."""
-    found = list[tuple[int, bool]]()
-    finish = MixedPrefill.finish
-
-    def noted(self: MixedPrefill, piece: PromptPiece) -> None:
-        found.append((piece.size, piece.logits is not None))
-        finish(self, piece)
-
-    monkeypatch.setattr(MixedPrefill, "finish", noted)
-    return found
 
 
 @pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
@@ -110,14 +55,6 @@ def test_answers_are_those_alone(
     run(pipe, running)
     assert [one.complete().token_ids for one in running] == of_others
     assert empty(pipe)
-
-
-@pytest.fixture
-def small(monkeypatch) -> None:
-    """Make passes small, and capture them at once."""
-    monkeypatch.setattr(mixed_prefill, "_ROWS", (32, 48, 64))
-    monkeypatch.setattr(mixed_prefill, "_LEAST", 8)
-    monkeypatch.setattr(mixed_prefill, "_SEPARATE", 1)
 
 
 def unmixed(folder: Path, prompts: list[str], **options) -> list[list[int]]:
@@ -363,7 +300,7 @@ def test_graphs_are_released_while_prompts_are_read(
 def test_prompts_never_share_room() -> None:
     """Random prompts in a scratch that wraps: each token's place is free until it is stored."""
     generator, none = random.Random(0), SimpleNamespace(kv_manager=SimpleNamespace(sequences=[]))
-    mixed = MixedPrefill(SimpleNamespace(tokens=100), torch.device("cpu"))
+    mixed = MixedPrefill(None, SimpleNamespace(tokens=100), None)
     for _ in range(600):
         prompt = SimpleNamespace(tokens=generator.randint(1, 100))
         mixed.add(SimpleNamespace(unread=prompt, cache=none, ended=False))
@@ -383,25 +320,6 @@ def test_prompts_never_share_room() -> None:
 )
 def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
     assert mixed_prefill._piece_size(rows, unread) == size
-
-
-@torch.inference_mode()
-def read_by_pieces(pipe: OscarVLPipeline, requests: list[Request]) -> list[torch.Tensor]:
-    """Logits after each prompt, read by ``MixedPrefill`` without decode steps."""
-    scheduler = pipe.engine.scheduler
-    axes = requests[0].prompt.positions.shape[:-2]
-    mixed = MixedPrefill.of(pipe.family, pipe.store, scheduler.reader.sigmas, axes)
-    assert mixed is not None and all(mixed.takes(request) for request in requests)
-    found = list[torch.Tensor]()
-    for request in requests:
-        mixed.add(request)
-    while (piece := mixed.next_piece(0)) is not None:
-        piece.scratch.run_alone(piece)
-        count = sum(x.completes for _, x in mixed._ranges)
-        found += [row[None] for row in piece.logits[:count].clone()]
-        mixed.finish(piece)
-    assert not any(one.stored.overflowed() for one in mixed.take_complete())
-    return found
 
 
 def held(cache: OscarCache) -> list[torch.Tensor]:

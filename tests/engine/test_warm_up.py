@@ -7,6 +7,7 @@ import pytest
 
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.engine import decode_runner
+from oscar_mm.engine import warm_up as warm_up_module
 from oscar_mm.engine.warm_up import warm_up
 from oscar_mm.fast_decode import graph_runner
 from tests.engine.engine import SHORT, alone, empty, loaded, made, together
@@ -39,6 +40,24 @@ def test_no_step_is_captured_after_it(qwen3_vl_folder, repeat, policy) -> None:
         together(pipe, [made(pipe, prompt, max_new_tokens=4) for prompt in prompts[:count]])
     assert repeat.captures == captures
     assert found == (alone(pipe) * 4)[:ROWS]
+
+
+@pytest.mark.parametrize("seconds", [60, 0])
+def test_mixed_passes(qwen3_vl_folder, capture, pieces, small, monkeypatch, seconds) -> None:
+    """None is captured after the warm-up if that had the time; otherwise prompts capture them."""
+    monkeypatch.setattr(PageStore, "version", 0)
+    monkeypatch.setattr(warm_up_module, "_MIXED_S", seconds)
+    prompts = [" ".join(SHORT * count) for count in (1, 2, 4, 6, 9, 1)]
+    pipe = loaded(qwen3_vl_folder, "standard")
+    warm_up(pipe.engine, ROWS)
+    captures = capture.made
+    assert captures >= len([1, 2, 4, 8, 12, 16])
+    pieces.clear()
+    for _ in range(3):
+        together(pipe, [made(pipe, prompt) for prompt in prompts])
+    assert any(with_step for _, with_step in pieces)
+    assert (capture.made > captures) == (not seconds)
+    assert empty(pipe)
 
 
 def test_nothing_runs_where_steps_are_eager(qwen3_vl_folder) -> None:
