@@ -26,12 +26,8 @@ from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
-from oscar_mm.fast_decode.prompt_scratch import (
-    DecodingRows,
-    GraphCache,
-    PromptPiece,
-    PromptScratch,
-)
+from oscar_mm.fast_decode.graph_cache import GraphCache
+from oscar_mm.fast_decode.prompt_scratch import DecodingRows, PromptPiece, PromptScratch
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
 from oscar_mm.modality import PADDING, Modality

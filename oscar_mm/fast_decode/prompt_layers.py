@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +23,7 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache, cache_of
 from oscar_mm.fast_decode.decoder import Capture, supports
+from oscar_mm.fast_decode.graph_cache import GraphCache
 from oscar_mm.fast_decode.graph_runner import graph_capture
 from oscar_mm.fast_decode.hybrid_layers import is_hybrid
 from oscar_mm.fast_decode.layers import FastLayer
@@ -101,10 +102,8 @@ class PrefillGraphs:
     def __init__(self, layers: Sequence[FastLayer], capture: Capture, ranks: int = 0) -> None:
         self._layers, self._capture, self._fails = layers, capture, False
         self._ranks = ranks
-        self._ran = defaultdict[int, set[tuple[str, int]]](set)
-        """Parts of layers that have run, by length."""
-        self._replays = dict[int, dict[tuple[str, int], Callable[[], Any]]]()
-        """Replays for each length, with the most recently used length last."""
+        self._graphs = OrderedDict[int, GraphCache]()
+        """Graphs of each length, with the most recently used length last."""
         self._whole: _States | None = None
         self._states: _States | None = None
         """Padded states of the current pass; None for a pass that does not use graphs."""
@@ -118,18 +117,25 @@ class PrefillGraphs:
         """
         sequences, tokens, _ = hidden.shape
         self._states = None
+        if self._fails:
+            self._whole = None
+            self._graphs.clear()
         if sequences > 1 or tokens > MAX_RECORDED or self._fails:
             return
         if self._whole is None:
             try:
                 self._whole = _States.empty(self._layers[0], hidden, cosine, self._ranks)
             except torch.OutOfMemoryError as error:
-                self._give_up(error)
+                _log.warning("prefill runs eagerly: %s", error)
+                self._fails = True
                 return
         length = _LENGTHS[bisect_left(_LENGTHS, tokens)]
-        self._replays[length] = self._replays.pop(length, {})
-        if len(self._replays) > _MAX_LENGTHS:
-            self._replays.pop(next(iter(self._replays)))
+        if length not in self._graphs:
+            parts = 2 * len(self._layers)
+            self._graphs[length] = GraphCache(self._capture, hidden.device, parts)
+        self._graphs.move_to_end(length)
+        if len(self._graphs) > _MAX_LENGTHS:
+            self._graphs.popitem(last=False)
         self._states = self._whole.first(length)
         # Reset the padding to 0, whatever the last pass left there.
         self._states.hidden[tokens:].zero_()
@@ -151,30 +157,13 @@ class PrefillGraphs:
         layer, states, tokens = self._layers[index], self._states, hidden.shape[1]
         if hidden.data_ptr() != states.hidden.data_ptr():
             states.hidden[:tokens].copy_(hidden[0])
+        graphs = self._graphs[len(states.hidden)]
         with choosing(states.idle):  # At a fixed address, also if no token uses adapters.
-            self._run("before", index, partial(_before, layer, states))
+            graphs.run(("before", index), partial(_before, layer, states))
             states.found[:tokens].copy_(layer.attend(states.heads[:tokens], 1, cache))
-            self._run("after", index, partial(_after, layer, states))
+            graphs.run(("after", index), partial(_after, layer, states))
+        self._fails |= graphs.fails  # Later passes run without padding.
         return states.hidden[None, :tokens]
-
-    def _run(self, part: str, index: int, work: Callable[[], None]) -> None:
-        """Run a part of a layer; from the second pass of this length on, capture and replay it."""
-        assert self._states is not None
-        length, key = len(self._states.hidden), (part, index)
-        replays = self._replays.get(length, {})
-        if key in self._ran[length] and key not in replays and not self._fails:
-            try:
-                replays[key] = self._capture(work, self._states.hidden.device)
-            except Exception as error:
-                # Ending a broken capture raises an error that hides the cause.
-                self._give_up(error.__context__ or error)
-        replays.get(key, work)()
-        self._ran[length].add(key)
-
-    def _give_up(self, cause: BaseException) -> None:
-        _log.warning("prefill runs eagerly: no CUDA graph could be captured: %s", cause)
-        self._fails, self._whole = True, None
-        self._replays.clear()
 
 
 def _before(layer: FastLayer, states: _States) -> None:

@@ -9,9 +9,7 @@ pages.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -27,6 +25,7 @@ from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.prompt_tables import PromptTables
 from oscar_mm.cache.varlen_attention import VarlenBatch, can_attend_varlen, flash_varlen
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder
+from oscar_mm.fast_decode.graph_cache import GraphCache
 from oscar_mm.fast_decode.layers import FastLayer
 from oscar_mm.fast_decode.low_rank import base_of
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
@@ -43,10 +42,6 @@ _MEMORY_SHARE = 128
 """The scratch takes at most this fraction of the GPU's memory: 1/128."""
 _MAX_DECODING = 256
 """Maximum number of decoding rows of a pass."""
-_MAX_GRAPHS = 18
-"""Maximum number of graphs of each kind that are kept: for each number of rows, one that adds
-features and one that does not."""
-_log = logging.getLogger(__name__)
 
 
 class PromptRange(NamedTuple):
@@ -126,50 +121,6 @@ class StoredPrompts(NamedTuple):
         if self.arrived is not None:
             self.arrived.synchronize()
         return bool(self.flags.any())
-
-
-class GraphCache:
-    """Graphs by key: work runs eagerly once, is captured the second time, and then replayed.
-
-    Args:
-        capture: capture function.
-        device: device of the work.
-    """
-
-    def __init__(self, capture: Capture, device: torch.device) -> None:
-        self._capture, self._device, self.fails = capture, device, False
-        self._ran = set[Hashable]()
-        self._replays = OrderedDict[Hashable, Callable[[], Any]]()
-
-    def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        """Run work, which must depend only on ``key`` and on tensors at fixed addresses."""
-        if (replay := self.replay(key, work)) is not None:
-            return replay()
-        return work()
-
-    def replay(self, key: Hashable, work: Callable[[], Any]) -> Callable[[], Any] | None:
-        """Return the replay of work; None if it is to run eagerly."""
-        if key in self._replays:
-            self._replays.move_to_end(key)
-        elif key in self._ran and not self.fails:
-            try:
-                self._replays[key] = self._capture(work, self._device)
-            except Exception as error:
-                # Ending a broken capture raises an error that hides the cause.
-                self.fails = True
-                _log.warning(
-                    "a CUDA graph that reads short prompts could not be captured: %s",
-                    error.__context__ or error,
-                )
-            while len(self._replays) > _MAX_GRAPHS:
-                self._replays.popitem(last=False)
-        self._ran.add(key)
-        return self._replays.get(key)
-
-    def clear(self) -> None:
-        """Drop all graphs, which read tensors that have moved."""
-        self._replays.clear()
-        self._ran.clear()
 
 
 class PromptScratch:

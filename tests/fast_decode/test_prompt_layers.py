@@ -161,10 +161,10 @@ def test_graphs_of_the_lengths_that_were_used_last_are_kept(monkeypatch) -> None
     layers, each = PromptLayers(pipe.model, 64, record), 2 * len(pipe.model.get_decoder().layers)
     prompts = [pipe.read_request(first_turn(" ".join(["7 W"] * count))) for count in (1, 15, 40)]
     made = []
-    for which in (0, 0, 1, 1, 0, 2, 2, 0, 1):
+    for which in (0, 0, 1, 1, 0, 2, 2, 0, 1, 1):
         read_by(layers, pipe, prompts[which])
         made.append(record.made // each)
-    assert made == [0, 1, 1, 2, 2, 2, 3, 3, 4], "1 had to go for 2, and 0 had not"
+    assert made == [0, 1, 1, 2, 2, 2, 3, 3, 3, 4], "1 had to go for 2, and 0 had not"
 
 
 def test_without_memory_for_captured_passes_prompts_run_eagerly(pipe, caplog, monkeypatch) -> None:
@@ -296,4 +296,5 @@ def test_on_a_gpu(name: str) -> None:
                 cache.close()
             errors[fast].append(float((found.float().cpu() - exact).norm() / exact.norm()))
     assert median(errors[True]) < 1.5 * median(errors[False]) and max(errors[True]) < 0.1
-    assert reader._layers._graphs._replays, "all but the first prompt were replayed"
+    graphs = reader._layers._graphs._graphs.values()
+    assert any(one._replays for one in graphs), "all but the first prompt were replayed"
