@@ -206,7 +206,7 @@ class MixedPrefill:
         unread = [x for x in self._readings if x.start is not None and x.unread]
         if not unread:
             return None
-        left = sum(x.unread for x in unread)
+        left = sum(x.last - x.first for _, x in _adjacent(unread, MAX_PIECE))
         size = _piece_size(rows, left)
         self._uses[rows, size] += 1
         if alone := not rows or self._uses[rows, size] <= _SEPARATE:

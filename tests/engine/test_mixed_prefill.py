@@ -314,6 +314,16 @@ def test_prompts_never_share_room() -> None:
         assert mixed._readings[0].start is not None
 
 
+def test_waiting_prompts_share_passes(qwen3_vl_folder, capture, pieces) -> None:
+    """As many as a piece may have tokens of, without room for others."""
+    pipe = loaded(qwen3_vl_folder)
+    requests = [made(pipe, text(2, seed), max_new_tokens=1) for seed in range(36)]
+    tokens = [request.prompt.tokens for request in requests]
+    assert sum(tokens[:16]) < 512 < sum(tokens)
+    together(pipe, requests)
+    assert [size for size, _ in pieces] == [512, 512, 128]
+
+
 @pytest.mark.parametrize(
     ("rows", "unread", "size"),
     [(0, 10, 64), (0, 5000, 2560), (64, 5000, 2496), (64, 100, 192), (240, 100, 272)],
