@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from time import perf_counter
 from typing import NamedTuple
 
@@ -47,6 +47,9 @@ _SEPARATE = 4
 """Number of pieces of one size that run after the steps of a batch of one size, before a pass of
 both is captured. A capture takes as long as ten passes, and while clients arrive, each batch size
 lasts for a few steps only."""
+_TRIES = 6
+"""Maximum number of steps for two passes with a piece of one size, as a step that is already under
+way takes no piece."""
 
 
 @dataclass(eq=False)
@@ -291,21 +294,21 @@ class MixedPrefill:
                 captured = _SEPARATE + 2  # After those, one pass is eager and one captured.
                 if self._uses[rows, size] < captured:
                     self._uses[rows, size] = captured
-                    # A step that is already under way takes no piece.
-                    tries = (self._run_padding(batches, size, alone=not rows) for _ in range(6))
-                    for _ in islice(filter(None, tries), 2):
-                        pass
+                    self._run_padding(batches, rows, size)
 
-    def _run_padding(self, batches: RunningBatches, size: int, *, alone: bool) -> bool:
-        """Run a piece of one token and padding while the scratch is empty; return whether it ran
-        with a decode step, unless it was to run alone."""
-        ranges = [PromptRange(0, 1, 0, 1)]
-        piece = self._scratch.prepare(ranges, 0, PieceShape(size, False), [None])
-        if alone:
-            self._scratch.run_alone(piece)
-        else:
-            batches.step(piece)
-        return piece.logits is not None
+    def _run_padding(self, batches: RunningBatches, rows: int, size: int) -> None:
+        """Run a piece of one token and padding twice, while the scratch is empty."""
+        left = 2
+        for _ in range(_TRIES):
+            ranges = [PromptRange(0, 1, 0, 1)]
+            piece = self._scratch.prepare(ranges, 0, PieceShape(size, False), [None])
+            if rows:
+                batches.step(piece)
+            else:
+                self._scratch.run_alone(piece)
+            left -= piece.logits is not None
+            if not left:
+                return
 
     def take_complete(self) -> list[CompletePrompts]:
         """Remove and return the prompts that earlier pieces completed."""
