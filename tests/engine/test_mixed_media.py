@@ -52,7 +52,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
 
 
 def asked(pipe: Pipeline, prompt: str, adapter: str | None = None, **media: Any) -> Request:
-    options = {"max_new_tokens": 12, "temperature": 0}
+    options = {"max_new_tokens": 8, "temperature": 0}
     sampling = pipe.sampling(options, ())
     turn = first_turn(prompt, media_parts(**media))
     read = pipe.read_request(turn, sampling.max_new_tokens, adapter=adapter)
