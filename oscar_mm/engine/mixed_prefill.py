@@ -63,6 +63,7 @@ class _Reading:
         read: number of tokens of the prompt that have been read.
         has_begun: whether its inputs are in the scratch.
         has_features: whether media in the prompt have features for several layers.
+        changes_cache: whether the request's cache is being, or has been, written to.
     """
 
     request: Request
@@ -71,6 +72,7 @@ class _Reading:
     read: int = 0
     has_begun: bool = False
     has_features: bool = False
+    changes_cache: bool = False
 
     @property
     def unread(self) -> int:
@@ -185,13 +187,17 @@ class MixedPrefill:
         self._readings.append(_Reading(request, stored_tokens(request.cache)))
         self._place()
 
-    def drop(self, *, ended: bool = True) -> list[Request]:
-        """Remove the requests whose prompts are not complete, all or only ended ones.
+    def drop_all(self) -> list[tuple[Request, bool]]:
+        """Remove and return the requests whose prompts are not complete, and whether their caches
+        may have changed."""
+        dropped = [(one.request, one.changes_cache) for one in self._readings]
+        self._readings.clear()
+        return dropped
 
-        Returns:
-            The removed requests, and ended ones that wait for their first tokens.
-        """
-        dropped = [x for x in self._readings if x.request.ended or not ended]
+    def drop_ended(self) -> list[Request]:
+        """Remove and return the ended requests whose prompts are not complete, and return those
+        that wait for their first tokens."""
+        dropped = [x for x in self._readings if x.request.ended]
         self._readings = deque(x for x in self._readings if x not in dropped)
         waiting = [request for one in self._complete for request in one.requests]
         self._complete = deque(
@@ -272,6 +278,8 @@ class MixedPrefill:
     def _completed(self, done: list[_Reading], logits: torch.Tensor) -> CompletePrompts:
         """Sample the first tokens of adjacent prompts, and store their keys and values."""
         requests = [one.request for one in done]
+        for one in done:
+            one.changes_cache = True
         chosen = Sampler([x.sampler for x in requests], self._family.device, TPGroup())(logits)
         stored = self._scratch.store(
             [request.cache for request in requests],

@@ -225,7 +225,7 @@ class Scheduler:
                 self._batches.freed = True
                 self._reading.remove(request)
                 request.settle()
-        for request in () if self._mixed is None else self._mixed.drop():
+        for request in () if self._mixed is None else self._mixed.drop_ended():
             self._batches.freed = True
             request.settle()
         self._batches.settle_ended()
@@ -332,10 +332,10 @@ class Scheduler:
         error, ``_read_again`` prefills each prompt alone.
         """
         with self._beginning() as requests:
-            requests += mixed.drop()  # Calls may have used their caches since they ended.
+            requests += mixed.drop_ended()  # Calls may have used their caches since they ended.
             complete = mixed.take_complete()
             requests += [request for one in complete for request in one.requests]
-            again: list[tuple[Request, BaseException]] = []
+            again: list[tuple[Request, BaseException, bool]] = []
             try:
                 piece = mixed.next_piece(self._batches.rows)
                 self._batches.step(piece)
@@ -345,26 +345,27 @@ class Scheduler:
                 _log.warning(
                     "prompts are read one by one after an error in a mixed pass: %s", error
                 )
-                again += [(request, error) for request in mixed.drop(ended=False)]
+                again += [(request, error, changed) for request, changed in mixed.drop_all()]
             for one in complete:
                 if one.stored.overflowed():
                     error = FloatingPointError(NOT_STORABLE)
-                    again += [(x, error) for x in one.requests if not x.ended]
+                    again += [(x, error, True) for x in one.requests if not x.ended]
                 else:
                     self._take_beginning(one.requests, one.chosen)
-            requests += [request for request, _ in again]
-            for request, error in again:
-                self._read_again(request, error)
+            requests += [request for request, *_ in again]
+            for request, error, changed in again:
+                self._read_again(request, error, changed=changed)
 
-    def _read_again(self, request: Request, error: BaseException) -> None:
+    def _read_again(self, request: Request, error: BaseException, *, changed: bool) -> None:
         """Prefill a prompt alone after an error in its mixed passes.
 
-        If the cache had a past, which may have changed, the request fails.
+        If the cache had a past and has changed since, the request fails.
         """
-        if request.has_past or request.unread.tokens < request.prompt.tokens:
+        if changed and (request.has_past or request.unread.tokens < request.prompt.tokens):
             request.fail(error)
             return
-        request.cache.reset()
+        if changed:
+            request.cache.reset()
         request.sampler.restart()
         self._begin([request])
 
