@@ -237,9 +237,9 @@ def icon_style() -> str:
         if example.exists and example.picture is not None:
             data = base64.b64encode(example.picture.read_bytes()).decode()
             rules.append(
-                f"#{_icon_name(example)}::before {{ content: ''; width: 1.5rem; height: 1.5rem; "
-                f"margin-right: 0.5rem; background: url(data:image/png;base64,{data}) "
-                "center / cover }"
+                f"#{_icon_name(example)}::before {{ content: ''; flex: none; width: 4rem; "
+                f"height: 2rem; background: url(data:image/png;base64,{data}) "
+                "center / contain no-repeat }"
             )
     return "\n".join(rules)
 
