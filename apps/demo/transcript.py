@@ -16,6 +16,9 @@ from urllib.parse import quote
 
 import numpy as np
 from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markdown_it.utils import OptionsDict
 from PIL import Image
 
 from oscar_mm.apps.demo.visitor_input import place_files
@@ -98,17 +101,54 @@ if (!box.dataset.away) {
     sound.addEventListener('ended', silence);
     sound.play().catch(silence);
   });
+  const end = document.createElement('button');
+  Object.assign(end, {id: 'to-end', type: 'button', textContent: '↓'});
+  end.setAttribute('aria-label', 'Go to the latest message');
+  box.append(end);
+  end.addEventListener('click', () => {
+    box.dataset.away = 'no';
+    box.scrollTop = box.scrollHeight;
+    box.focus();
+  });
   box.addEventListener('scroll', () => {
     const below = box.scrollHeight - box.scrollTop - box.clientHeight;
     box.dataset.away = below > 120 ? 'yes' : 'no';
   });
+  const large = document.createElement('dialog');
+  large.id = 'large';
+  large.innerHTML =
+    '<form method="dialog"><button aria-label="Close">&times;</button></form><div></div>';
+  box.after(large);
+  box.addEventListener('click', (event) => {
+    const link = event.target.closest('.media a');
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    large.setAttribute('aria-label', link.title);
+    const picture = Object.assign(new Image(), {src: link.href, alt: link.title});
+    large.querySelector('div').replaceChildren(picture);
+    large.showModal();
+  });
+  large.addEventListener('click', () => large.close());
 }
 """
 """Script that keeps the end of the transcript in view unless the visitor has scrolled up since the
-latest question, disables buttons that would do nothing, copies answers, and plays one recording at
-a time."""
+latest question, and then shows a button that leads there; disables buttons that would do nothing;
+copies answers; shows pictures in full size; and plays one recording at a time."""
+
+
+class _Renderer(RendererHTML):
+    """Render Markdown, with a button next to each block of code that copies it."""
+
+    def fence(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: Any) -> str:
+        """Render a block of code; markdown-it prescribes the arguments."""
+        button = _copy_button(tokens[idx].content, "Copy the code")
+        return f'<div class="code">{super().fence(tokens, idx, options, env)}{button}</div>\n'
+
+
 _MARKDOWN = (
-    MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("table").disable(_FETCHING)
+    MarkdownIt("commonmark", {"html": False, "breaks": True}, renderer_cls=_Renderer)
+    .enable("table")
+    .disable(_FETCHING)
 )
 _EMPTY = (
     '<div class="welcome"><b>Show something and ask about it</b>'
@@ -359,12 +399,7 @@ def _answer(exchange: Exchange) -> str:
     parts = [_reasoning(exchange)] if exchange.reasoning else []
     if exchange.answer:
         parts.append(f'<div class="text">{markdown(exchange.answer)}</div>')
-        parts.append(
-            f'<button type="button" class="copy" data-text="{escape(exchange.answer)}" '
-            'aria-label="Copy the answer">'
-            '<svg viewBox="0 0 16 16" aria-hidden="true"><path d="M5 5h8v9H5zM3 11V2h8"/></svg>'
-            "</button>"
-        )
+        parts.append(_copy_button(exchange.answer, "Copy the answer"))
     parts += [f"<small>{escape(note)}</small>" for note in (exchange.note, exchange.hint) if note]
     html = f'<article class="said">{"".join(parts)}</article>' if parts else ""
     if exchange.error:
@@ -372,6 +407,14 @@ def _answer(exchange: Exchange) -> str:
             f'<article class="said error"><p role="alert">{escape(exchange.error)}</p></article>'
         )
     return html
+
+
+def _copy_button(text: str, label: str) -> str:
+    return (
+        f'<button type="button" class="copy" data-text="{escape(text)}" aria-label="{label}">'
+        '<svg viewBox="0 0 16 16" aria-hidden="true"><path d="M5 5h8v9H5zM3 11V2h8"/></svg>'
+        "</button>"
+    )
 
 
 def _reasoning(exchange: Exchange, *, is_open: bool = False) -> str:

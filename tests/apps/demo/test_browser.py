@@ -4,17 +4,20 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.demo.server import RunningPage, serve_page
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.server_process import bind
 from tests.apps.demo.conftest import COMPACT
+from tests.prompts import noise
 
 pytest.importorskip("selenium")
 pytest.importorskip("selenium_axe_python")
@@ -277,9 +280,10 @@ def test_two_browsers_at_once(browser, served, uploads) -> None:
         assert other.complaints() == []
 
 
-def test_no_html_of_an_answer_is_rendered(browser, served) -> None:
-    pipe = served.sessions.pipe
-    wanted = iter(pipe.processor.tokenizer(EVIL)["input_ids"])
+@contextmanager
+def answering(pipe: OscarOmniPipeline, text: str) -> Iterator[None]:
+    """The next answer begins with a text."""
+    wanted = iter(pipe.processor.tokenizer(text)["input_ids"])
 
     def force(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
         token = next(wanted, None)
@@ -290,12 +294,31 @@ def test_no_html_of_an_answer_is_rendered(browser, served) -> None:
 
     hook = pipe.model.lm_head.register_forward_hook(force)
     try:
-        browser.ask("Say it.")
+        yield
     finally:
         hook.remove()
+
+
+def test_no_html_of_an_answer_is_rendered(browser, served) -> None:
+    with answering(served.sessions.pipe, EVIL):
+        browser.ask("Say it.")
     assert EVIL in browser.text("#history .said p")
     assert not browser.all("#history .said img, #history .said script, #live script")
     assert browser.driver.title == "oscar_mm"
+
+
+def test_code_and_lists_stay_in_their_answer(served) -> None:
+    text = f"1. one\n\n```\n{40 * 'wide '}\n```\n\n"
+    with closing(Browser(served.address, (390, 844))) as browser:
+        set_length(browser, TOKENS)
+        with answering(served.sessions.pipe, text):
+            browser.ask("Say it.")
+        assert len(browser.all("#history .code .copy")) == 1
+        assert browser.run("return document.documentElement.scrollWidth") == 390
+        inside = "return document.querySelector(arguments[0]).getBoundingClientRect().left"
+        # Markers of a list stand to the left of its items.
+        marker = browser.run(inside, "#history .said li") - 16
+        assert marker > browser.run(inside, "#history .said")
 
 
 def test_errors_are_messages_and_the_chat_goes_on(browser, uploads) -> None:
@@ -569,6 +592,27 @@ def test_a_question_is_shown_wherever_one_was_reading(browser, uploads) -> None:
     browser.wait(lambda: len(browser.all("#history .asked")) == 4, "the question")
     browser.wait(lambda: is_in_sight(browser, "#history .asked"), "the question in sight")
     browser.wait_for_the_end()
+    [button] = browser.all("#to-end")
+    assert not button.is_displayed()
+    browser.run(f"{transcript}.scrollTop = 0")
+    browser.wait(button.is_displayed, "the button that leads to the end")
+    button.click()
+    browser.wait(lambda: is_in_sight(browser, "#history .asked"), "the end")
+    browser.wait(lambda: not button.is_displayed(), "nothing to press")
+
+
+def test_a_picture_in_full_size(browser, tmp_path) -> None:
+    Image.fromarray(noise(300, 600, 0)).save(tmp_path / "large.png")
+    browser.ask("What is it?", tmp_path / "large.png")
+    [link] = browser.all("#history .media a")
+    link.click()
+    shown = "return document.querySelector('#large[open] img')?.naturalWidth"
+    browser.wait(lambda: browser.run(shown) == 600, "the picture")
+    assert browser.accessibility_violations() == []
+    browser.all("#large button")[0].send_keys(Keys.ESCAPE)
+    browser.wait(lambda: not browser.all("#large[open]"), "the conversation")
+    assert browser.run("return document.activeElement") == link
+    assert len(browser.driver.window_handles) == 1
 
 
 def enabled(browser: Browser) -> set[str]:

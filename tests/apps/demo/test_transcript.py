@@ -101,6 +101,17 @@ def test_it_says_how_to_begin_until_there_is_a_question() -> None:
     assert 'class="welcome"' not in history([refusal, exchange(error="too long")])
 
 
+def test_each_block_of_code_can_be_copied() -> None:
+    code = 'print("<a> & b")\n'
+    tags = Page(
+        history([exchange(answer=f"Run\n\n```python\n{code}```\n\nor\n\n```\nls\n```")])
+    ).tags
+    copied = {item["aria-label"]: item["data-text"] for tag, item in tags if tag == "button"}
+    texts = [item["data-text"] for tag, item in tags if item.get("aria-label") == "Copy the code"]
+    assert texts == [code, "ls\n"]
+    assert copied["Copy the answer"].startswith("Run\n\n```python\n")
+
+
 def test_the_answer_that_is_written_is_apart() -> None:
     done, now = exchange(answer="one"), exchange(question="And?", answer="two")
     past = history([done, now], now)
