@@ -141,3 +141,16 @@ def test_the_changelog_begins_with_this_version() -> None:
     page = (ROOT / "docs" / "changelog.md").read_text()
     newest, *_ = re.findall(r"^## \[(.*)\]", page, re.MULTILINE)
     assert newest in (oscar_mm.__version__, "Unreleased")
+
+
+def test_names_of_arguments_end_on_their_line() -> None:
+    """The site's parser looks for the colon after the names on the line where they begin."""
+    section = re.compile(r"^( +)(?:Args|Attributes):\n((?:\1 {4}.*\n|\n)+)", re.MULTILINE)
+    found = []
+    for folder in ("oscar_mm", "pipelines", "apps"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for indent, lines in section.findall(path.read_text()):
+                entries = re.findall(rf"^{indent}    (\S.*)$", lines, re.MULTILINE)
+                found += [(path.name, entry, ":" in entry) for entry in entries]
+    assert len(found) > 500
+    assert [entry for *entry, is_complete in found if not is_complete] == []

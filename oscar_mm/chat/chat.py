@@ -153,8 +153,8 @@ class Chat(TurnRunner):
         """Ask the next question and stream the answer.
 
         Args:
-            prompt, images, videos, audio, parts, messages, use_audio_in_video, speak, speaker,
-                options: see ``ask``.
+            prompt, images, videos, audio, parts, messages: see ``ask``.
+            use_audio_in_video, speak, speaker, options: see ``ask``.
             cut_to_fit: whether to lower ``max_new_tokens`` to what context, budget and memory
                 allow, instead of refusing a turn whose longest possible answer does not fit.
             tools: the chat's tools with a tool choice for this turn; by default, the chat's choice.

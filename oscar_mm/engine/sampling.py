@@ -51,9 +51,9 @@ class SamplingOptions(TypedDict, total=False):
             checkpoint's temperature, or 1.
         top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default from the checkpoint,
             but off if a temperature is given. In a chat, the penalty also counts earlier turns.
-        presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
-            stop_token_ids, include_stop_str_in_output, grammar, logprobs, prompt_logprobs: see
-            ``Sampling``.
+        presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens: see ``Sampling``.
+        ignore_eos, stop_token_ids, include_stop_str_in_output, grammar: see ``Sampling``.
+        logprobs, prompt_logprobs: see ``Sampling``.
         thinking_token_budget: maximum number of tokens of the reasoning, see ``Sampling``; by
             default, only ``max_new_tokens`` limits the reasoning.
         seed, stop: see ``Sampling``. In a chat, a stop string's tokens stay in the history.
