@@ -116,8 +116,8 @@ def load_image(
         limits.check_bytes(len(data), name)
     else:
         raise InputError(
-            f"{name}: {type(source).__name__} is not an image; pass a path, bytes, a PIL image "
-            "or a numpy array"
+            f"{name}: {type(source).__name__} is not an image; pass a path, bytes, a binary file, "
+            "a PIL image, a numpy array or a torch tensor"
         )
     if not data:
         raise InputError(f"{name}: is empty")

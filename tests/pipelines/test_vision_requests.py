@@ -91,7 +91,7 @@ def test_damaged_files(pipe, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [5, {}, {"path": "a.png"}, [PICTURE], object(), 1.5, True])
 def test_what_is_no_image(pipe, value: Any) -> None:
-    words = [r"images\[2\]", type(value).__name__, "path, bytes, a PIL image or a numpy array"]
+    words = [r"images\[2\]", type(value).__name__, "a PIL image, a numpy array or a torch tensor"]
     refused(pipe, *words, images=[PICTURE, PICTURE, value])
     if not isinstance(value, list):
         refused(pipe, r"images\[0\]", *words[1:], images=value)
