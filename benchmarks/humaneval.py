@@ -164,17 +164,32 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         yield place | figures | {"solved": solved}
 
 
+def change(row: Row) -> tuple[float, float]:
+    """Return by how much a policy changes the pass rate, and the standard error of the change.
+
+    The problems are the same, so only those that are lost or gained count; the error is that of the
+    mean of their differences (-1, 0 or 1).
+    """
+    count, lost, gained = row["problems"], row["lost"], row["gained"]
+    mean = (gained - lost) / count
+    return mean, sqrt(((gained + lost) / count - mean**2) / count)
+
+
 def table(rows: Sequence[Row]) -> None:
     """Print the rows."""
     show(
         "HumanEval",
-        ("model", "policy", "passed", "of", "%", "same, %", "lost", "gained", "smaller", "s"),
+        (
+            *("model", "policy", "passed", "of", "%", "same, %"),
+            *("lost", "gained", "change, points", "smaller", "s"),
+        ),
         (
             (
                 *(row["model"], row["policy"], str(row["passed"]), str(row["problems"])),
                 f"{100 * row['pass_rate']:.1f} ± {100 * row['pass_rate_error']:.1f}",
                 f"{100 * row['same']:.0f}",
                 *(str(row["lost"]), str(row["gained"])),
+                "{:+.1f} ± {:.1f}".format(*(100 * part for part in change(row))),
                 f"{row['ratio']:.2f}x",
                 f"{row['seconds']:.0f}",
             )

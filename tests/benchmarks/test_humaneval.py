@@ -3,13 +3,15 @@
 import gzip
 import json
 from hashlib import sha256
+from math import sqrt
 from pathlib import Path
+from statistics import mean, pstdev
 from zipfile import ZipFile
 
 import pytest
 
 from benchmarks import humaneval, sandbox
-from benchmarks.humaneval import Problem, compared, problems_of
+from benchmarks.humaneval import Problem, change, compared, problems_of
 from benchmarks.record import Record
 from oscar_mm import InputError
 from oscar_mm.pipelines.text import load_text_model
@@ -83,6 +85,12 @@ def test_figures() -> None:
     )
     assert (row["passed"], row["pass_rate"], row["pass_rate_error"]) == (2, 0.5, 0.25)
     assert (row["same"], row["lost"], row["gained"]) == (0.5, 1, 1)
+    for lost, gained in ((1, 1), (3, 0), (0, 0), (1, 5)):
+        differences = [-1] * lost + [1] * gained + [0] * (8 - lost - gained)
+        expected = (mean(differences), pstdev(differences) / sqrt(8))
+        assert change(row | {"problems": 8, "lost": lost, "gained": gained}) == pytest.approx(
+            expected
+        )
 
 
 def test_a_record_of_each_policy(wheels: Path, tmp_path: Path, monkeypatch, capsys) -> None:
