@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 # imports torch on its own: where tests are shared out, the process that does so needs it not.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# A full collection of garbage looks through all objects of torch and transformers. At Python's own
+# thresholds, collections take a twentieth of the suite.
+gc.set_threshold(50_000, 20, 100)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no process is left alone with one at the end."""
