@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.humaneval import change
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
@@ -171,3 +173,23 @@ def test_steps_of_the_readme() -> None:
         _, step, throughput = shown[name]
         assert same(numbers(step)[0], steps[method]), name
         assert same(numbers(throughput)[1], full[method]), name
+
+
+def test_programs() -> None:
+    """Each row of HumanEval's record is in the table, and no other."""
+    text = BENCHMARKS[BENCHMARKS.index("\n### Programs") :].partition("\n### Q")[0]
+    cells = re.findall(r"^\| (Qwen\S+) \| (.+?) \|$", text, re.MULTILINE)
+    shown = {(model, *plain(rest).split(" | ")[:1]): numbers(rest) for model, rest in cells}
+    rows = record("humaneval-amd-epyc")
+    assert len(shown) == len(rows) > 6
+    for row in rows:
+        model = row["model"].removesuffix("-Instruct")
+        name = "16 bits" if row["policy"] == "bf16" else row["policy"]
+        passed = [row["passed"], row["problems"]]
+        if name == "16 bits":
+            expected = [16, *passed]
+        else:
+            expected = [*passed, 100 * row["same"], row["lost"], row["gained"]]
+            expected += [100 * part for part in change(row)] + [row["ratio"]]
+        assert all(map(same, shown[model, name], expected)), (model, name, shown[model, name])
+        assert len(shown[model, name]) == len(expected)
