@@ -145,7 +145,8 @@ class FilledCache:
         step: function that runs one step.
         kv_bytes: function that returns the size that the cache reports, in bytes.
         captures: list with one entry for each captured graph.
-        state_bytes: bytes of the states, which a step reads and writes.
+        more_bytes: function that returns how many bytes a step moves besides weights and
+            ``kv_bytes``: those of states that it writes in place.
         ahead: function that launches the next step before the host has its tokens, as
             ``GraphRunner.ahead`` does; None if a step must wait for the tokens.
     """
@@ -154,7 +155,7 @@ class FilledCache:
     kv_bytes: Callable[[], int]
     captures: list[str] = field(default_factory=list)
     ahead: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-    state_bytes: int = 0
+    more_bytes: Callable[[], int] = int
 
 
 class CacheVariant(ABC):
@@ -210,7 +211,7 @@ class Dynamic(CacheVariant):
         decoder.fill_states(cache, rows)
         step = _transformers_step(decoder, cache, decoder.model, rows, tokens)
         states = rows * decoder.state_bytes
-        return FilledCache(step, lambda: _plain_bytes(cache) + states, state_bytes=states)
+        return FilledCache(step, lambda: _plain_bytes(cache) + states, more_bytes=lambda: states)
 
 
 class Static(CacheVariant):
@@ -308,13 +309,16 @@ class Oscar(CacheVariant):
         steps = GraphRunner(decoder.model, cache, rows, decoder.axes, decoder.device, how)
         steps.place([cache.get_seq_length()] * rows)
         states = rows * decoder.state_bytes
-        return FilledCache(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead, states)
+        return FilledCache(
+            *(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead),
+            lambda: 0 if cache.spares else states,
+        )
 
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
         config, policy = decoder.config, KVPolicy.of(self.policy)
         sizes = ModelShape.of(config, 0).slot_bytes(policy)
         row = sum(sizes[bits] * count for bits, count in self.slots(tokens, steps).items())
-        return len(decoder.attentions) * row + decoder.state_bytes
+        return len(decoder.attentions) * row + (1 + self.graph) * decoder.state_bytes
 
     def slots(self, tokens: int, steps: int) -> dict[Bits, int]:
         """Return the number of slots, by bits, that a row needs for a prompt and an answer.

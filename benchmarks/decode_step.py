@@ -158,7 +158,7 @@ def _measured(
         "fill_s": fill_s,
         "ms": milliseconds,
         "tokens_per_s": 1e3 * rows / milliseconds,
-        "floor_ms": 1e3 * (weights + kv_bytes + cache.state_bytes) / bandwidth,
+        "floor_ms": 1e3 * (weights + kv_bytes + cache.more_bytes()) / bandwidth,
         "captures": len(cache.captures),
         "ours": isinstance(variant, Oscar),
     }

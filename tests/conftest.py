@@ -57,6 +57,18 @@ def built(family: str, factory: pytest.TempPathFactory) -> Path:
     return build(family, factory.mktemp(family))
 
 
+@pytest.fixture
+def guesses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each step that was launched early was the one that came next."""
+    from oscar_mm.fast_decode.graph_runner import InflightStep
+
+    found, is_step = [], InflightStep.is_step
+    monkeypatch.setattr(
+        InflightStep, "is_step", lambda *given: found.append(is_step(*given)) or found[-1]
+    )
+    return found
+
+
 @pytest.fixture(scope="module")
 def quick_collection() -> None:
     """Exempt objects of earlier files from the collection of garbage, for a file that often runs

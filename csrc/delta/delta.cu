@@ -1,6 +1,6 @@
 // delta: one decode step of a Gated DeltaNet layer between its projections: convolution and SiLU,
-// L2 norm of queries and keys, gates, recurrent state, gated RMSNorm. States are updated in place,
-// each row's at its own address.
+// L2 norm of queries and keys, gates, recurrent state, gated RMSNorm. Each row's states have their
+// own addresses; those after the step are written in their place or elsewhere.
 //
 // With decay a, key k, value v, query q and state S (KEYS, VALUES) of a value head:
 //   u = beta (v - a S^T k),  S <- a S + k u^T,  y = S^T q = a (S_before^T q) + (k . q) u
@@ -23,6 +23,7 @@ constexpr int COLUMNS = 32;                      // columns of an item
 constexpr int LANES = COLUMNS / 4;               // threads per row of an item
 constexpr int LINES = THREADS / LANES;           // rows of an item that are loaded at a time
 constexpr int ROWS = KEYS / LINES;               // rows of a thread
+constexpr int STEP = LINES * VALUES / 4;         // between two rows of a thread
 constexpr int SPLIT = VALUES / COLUMNS;          // items of a value head
 constexpr int EACH = GROUP * SPLIT / CLUSTER;    // items of a thread block
 constexpr int TAPS = 4;                          // inputs of the convolution
@@ -44,8 +45,9 @@ struct Part {
 struct Params {
   const ELEMENT* mixed;        // (rows, mixed_stride): queries, keys, values and gates z
   const ELEMENT* gates;        // (rows, gates_stride): b and a of each value head
-  const uint64_t* states;      // (2, rows): addresses of convolution states (channels, TAPS) and of
-                               // recurrent states (value heads, KEYS, VALUES); 0: no new token
+  const uint64_t* states;      // (4, rows): addresses of convolution states (channels, TAPS), of
+                               // recurrent states (value heads, KEYS, VALUES), and of both after
+                               // the step, which may be the same; 0: no new token
   const ELEMENT* convolution;  // (channels, TAPS): weights
   const ELEMENT* decay;        // (value heads): logarithm of A
   const ELEMENT* bias;         // (value heads), added to a
@@ -137,14 +139,23 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
   const int key_head = blockIdx.x / CLUSTER, first = blockIdx.x % CLUSTER * EACH;
   const int first_head = key_head * GROUP, heads = gridDim.x / CLUSTER * GROUP;
   const int row = blockIdx.y;
-  uint2* const windows = reinterpret_cast<uint2*>(params.states[row]);
-  float* const state = reinterpret_cast<float*>(params.states[gridDim.y + row]);
+  const auto address = [&](int kind) { return params.states[kind * gridDim.y + row]; };
+  const uint2* const windows = reinterpret_cast<const uint2*>(address(0));
+  const float* const state = reinterpret_cast<const float*>(address(1));
+  uint2* const next_windows = reinterpret_cast<uint2*>(address(2));
+  float* const next_state = reinterpret_cast<float*>(address(3));
   ELEMENT* const output =
       params.output + (static_cast<int64_t>(row) * heads + first_head) * VALUES;
   const bool has_token = windows != nullptr;
-  const auto place = [&](int item, int i) {
-    const int64_t line = (first_head + item / SPLIT) * KEYS + i * LINES + thread / LANES;
-    return reinterpret_cast<float4*>(state + line * VALUES + item % SPLIT * COLUMNS) + lane;
+  // Place of a thread's first four numbers of an item in a recurrent state.
+  const auto place = [&](int item) {
+    const int line = (first_head + item / SPLIT) * KEYS + thread / LANES;
+    return line * VALUES + item % SPLIT * COLUMNS + lane * 4;
+  };
+  const auto load = [&](float4(&to)[ROWS], int item) {
+    const float4* const from = reinterpret_cast<const float4*>(state + place(item));
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) to[i] = from[i * STEP];
   };
 
   // No earlier kernel of this step writes to states or weights, so these reads need not wait: a
@@ -154,8 +165,7 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
   float rate = 0.0f, bias = 0.0f;
   const int own_head = (first + thread) / SPLIT;  // of the item of a thread below EACH
   if (has_token) {
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) s[0][i] = *place(first, i);
+    load(s[0], first);
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
       const int number = turn * THREADS + thread;
@@ -225,10 +235,7 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
   for (int number = 0; number < EACH; ++number) {
     const int item = first + number;
     float4(&now)[ROWS] = s[number % 2 * (EACH > 1)];
-    if (number + 1 < EACH) {
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) s[(number + 1) % 2][i] = *place(item + 1, i);
-    }
+    if (number + 1 < EACH) load(s[(number + 1) % 2], item + 1);
     float4 by_key = {0.0f, 0.0f, 0.0f, 0.0f}, by_query = by_key;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -260,12 +267,13 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
     update.y = (values[1] - by_key.y * decay * of_key) * beta;
     update.z = (values[2] - by_key.z * decay * of_key) * beta;
     update.w = (values[3] - by_key.w * decay * of_key) * beta;
+    float4* const next = reinterpret_cast<float4*>(next_state + place(item));
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       const float k = channels[KEYS + i * LINES + thread / LANES] * of_key;
       now[i].x *= decay, now[i].y *= decay, now[i].z *= decay, now[i].w *= decay;
       add(now[i], update, k);
-      *place(item, i) = now[i];
+      next[i * STEP] = now[i];
     }
     if (thread < LANES) {
       float4 y = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -297,7 +305,7 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
     const int number = turn * THREADS + thread;
     // Queries and keys are the same in all thread blocks of the cluster.
     if (number < CHANNELS && (number >= 2 * KEYS || first == 0))
-      windows[Channel(params, key_head, first, number).index] = window[turn];
+      next_windows[Channel(params, key_head, first, number).index] = window[turn];
   }
   wait();
   if (thread >= EACH * LANES) return;

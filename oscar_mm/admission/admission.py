@@ -295,7 +295,7 @@ class Admission:
         for device, sizes in self._slot_bytes_by_device().items():
             if (free := free_bytes(device)) is not None:
                 memory = free + self._free_bytes(device) + self._others_bytes(device, None)
-                needed = pool_bytes(growth.added, sizes) + self._state_bytes[device]
+                needed = pool_bytes(growth.added, sizes) + self._running_state_bytes[device]
                 shares.append(memory / needed)
         return shares
 
@@ -341,7 +341,8 @@ class Admission:
             return None
         added = self._bytes_over_time(growth) + len(prompt.marks) * self._state_bytes.total()
         self.budget.free_memory(int(added.max()))
-        return self.budget.reserve(cache, prompt.tokens, added)
+        spares = self._running_state_bytes.total() - self._state_bytes.total()
+        return self.budget.reserve(cache, prompt.tokens, added, spares)
 
     def reserve_speech(
         self, model: Any, cache: OscarCache, tokens: int, frames: int
@@ -425,6 +426,13 @@ class Admission:
                 found[devices[index]] += each
         return found
 
+    @property
+    def _running_state_bytes(self) -> Counter[torch.device]:
+        """The same of a row that decodes: on a GPU, where steps are launched early, it has spare
+        states."""
+        found = self._state_bytes
+        return Counter({one: size * (1 + (one.type == "cuda")) for one, size in found.items()})
+
     def _check_tokens(self, name: str, text: str) -> None:
         """Refuse a text that is too long; tokenize it block by block and stop at the limit.
 
@@ -455,7 +463,8 @@ class Admission:
 
     def _bytes_over_time(self, growth: SlotForecast) -> np.ndarray:
         """Return the bytes added after 0, 1, 2, ... tokens of the answer, with a row's states."""
-        return bytes_over_time(growth.added, self._slot_bytes()) + self._state_bytes.total()
+        stored = bytes_over_time(growth.added, self._slot_bytes())
+        return stored + self._running_state_bytes.total()
 
     def _check_context(self, size: RequestSize, doubt: int = 0) -> None:
         if size.total - doubt > self.max_context:
@@ -535,7 +544,7 @@ class Admission:
 
     def _device_bytes(self, device: torch.device, growth: SlotForecast, tokens: int) -> int:
         stored = pool_bytes(growth.added, self._slot_bytes_by_device()[device])
-        return stored + self._state_bytes[device] + self._activation_bytes(tokens)
+        return stored + self._running_state_bytes[device] + self._activation_bytes(tokens)
 
     def _fitting(
         self,

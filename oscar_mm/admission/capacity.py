@@ -162,11 +162,13 @@ class Reservation:
         cache: cache of the prompt and its answer.
         begin: number of tokens in the cache after prefill.
         added: (tokens,) bytes added after 0, 1, 2, ... tokens of the answer.
+        spares: bytes of the spare states, included in ``added``, which decode steps allocate.
     """
 
     cache: OscarCache
     begin: int
     added: np.ndarray
+    spares: int = 0
 
     @property
     def outstanding(self) -> int:
@@ -174,8 +176,10 @@ class Reservation:
         if self.cache.closed:
             return 0
         written = min(self.cache.get_seq_length() - self.begin, len(self.added) - 1)
-        taken = self.added[written] if written >= 0 else 0
-        return int(self.added[max(0, written) :].max() - taken)
+        if written < 0:
+            return int(self.added.max())
+        taken = self.added[written] - (0 if self.cache.spares else self.spares)
+        return int(self.added[written:].max() - taken)
 
 
 class KVBudget:
@@ -240,18 +244,21 @@ class KVBudget:
         requests."""
         return self.used_bytes + sum(reservation.outstanding for reservation in self._reservations)
 
-    def reserve(self, cache: OscarCache, prompt: int, added: np.ndarray) -> Reservation:
+    def reserve(
+        self, cache: OscarCache, prompt: int, added: np.ndarray, spares: int = 0
+    ) -> Reservation:
         """Reserve memory for a request; call ``free_memory`` first.
 
         Args:
             cache: cache that the request continues, before the prompt.
             prompt: number of tokens prefilled before the answer.
             added: (tokens,) bytes added after 0, 1, 2, ... tokens of the answer.
+            spares: bytes of spare states among them, see ``Reservation``.
 
         Returns:
             The reservation, in effect while it is referenced.
         """
-        reservation = Reservation(cache, cache.get_seq_length() + prompt, added)
+        reservation = Reservation(cache, cache.get_seq_length() + prompt, added, spares)
         self._reservations.add(reservation)
         return reservation
 

@@ -13,10 +13,9 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.layer import OscarLayer, layers_unstorable
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.cache.states import LinearLayer
+from oscar_mm.cache.states import LinearLayer, StateRow
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
-from oscar_mm.modality import PADDING
 
 
 class BatchView(OscarCache):
@@ -42,8 +41,6 @@ class BatchView(OscarCache):
         self._caches: list[OscarCache | None] = []
         self._joined = False
         """Whether the states of the rows are in tensors of the batch."""
-        self._idle: frozenset[int] = frozenset()
-        """Rows without a new token in the current step."""
 
     def set_rows(self, caches: Sequence[OscarCache | None]) -> None:
         """Set the rows of the batch.
@@ -84,12 +81,25 @@ class BatchView(OscarCache):
                 if cache is not None and place not in self._idle:
                     cache.layers[index] = batch.row(place)
 
-    def state_rows(self) -> list[tuple[Sequence[Any], int] | None]:
+    def state_rows(self) -> list[StateRow | None]:
         """Return where the states of each row with a new token are."""
         return [
-            None if cache is None or place in self._idle else (cache.layers, 0)
-            for place, cache in enumerate(self._caches)
+            None if x is None or place in self._idle else StateRow(x.layers, x.spares, 0)
+            for place, x in enumerate(self._caches)
         ]
+
+    def can_spare_states(self, modalities: np.ndarray) -> bool:
+        """Return whether each row has tensors of its own."""
+        return not self._joined
+
+    def take_spares(self) -> bool:
+        """Continue from the states of an earlier step, see ``OscarCache.take_spares``."""
+        rows = list(filter(None, self.state_rows())) if self.linear_layers else []
+        if not all(row.spares for row in rows):
+            return False
+        for row in rows:
+            row.take_spares()
+        return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the convolution states of the batch, which layers write to in place."""
@@ -143,14 +153,12 @@ class BatchView(OscarCache):
         """Announce the next tokens, see ``OscarCache.expect``; padding does not change states."""
         super().expect(modalities, attention_mask=attention_mask)
         if modalities is not None:
-            self._idle = _without_tokens(modalities.numpy())
             for place in self._idle:
                 self._part_states(place)
 
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Begin the next forward pass of the rows; see ``OscarCache.begin``."""
         step = super().begin(modalities)
-        self._idle = _without_tokens(modalities)
         for cache in self._caches:
             if cache is not None:
                 cache.kv_manager.changes += 1
@@ -179,13 +187,6 @@ class BatchView(OscarCache):
     def __reduce__(self) -> tuple[Any, ...]:
         """Raise InputError; pickle the caches of the rows instead."""
         raise InputError("a BatchView cannot be pickled: pickle the caches of its rows")
-
-
-def _without_tokens(modalities: np.ndarray | Sequence[np.ndarray]) -> frozenset[int]:
-    """Return the rows in which all new tokens are padding."""
-    if isinstance(modalities, np.ndarray):
-        return frozenset(np.flatnonzero((modalities == PADDING).all(1)).tolist())
-    return frozenset(i for i, row in enumerate(modalities) if (row == PADDING).all())
 
 
 def _row_of(cache: OscarCache | None) -> SequenceTable:

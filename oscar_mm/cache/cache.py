@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.paged_attention import KeyLength, LayerCall
 from oscar_mm.cache.snapshot import Snapshot
-from oscar_mm.cache.states import LinearLayer, Marks, held_bytes
+from oscar_mm.cache.states import LinearLayer, Marks, StateRow, held_bytes
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
+from oscar_mm.modality import PADDING
 from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
@@ -121,6 +122,10 @@ class OscarCache(Cache):
     """Balancing vectors by layer index, for layers that have no keys yet; None if unknown."""
     marks: Marks
     """Copies of the states of linear-attention layers, to which ``crop`` can return."""
+    spares: dict[int, LinearLayer]
+    """Spare linear-attention layers by layer index, see ``StateRow``."""
+    to_spares: bool
+    """Whether the current step writes states to spare layers."""
 
     def __init__(
         self,
@@ -140,7 +145,9 @@ class OscarCache(Cache):
         self.sigmas = None if model is None else balancing_of(model, self.policy)
         self._expected = PendingModalities()
         self._warned = False
-        self.marks = Marks()
+        self.marks, self.spares, self.to_spares = Marks(), {}, False
+        self._idle: frozenset[int] = frozenset()
+        """Rows without a new token in the current step."""
         # Whether layers on a GPU have stored a prompt or pages since the last check.
         self.unchecked = False
 
@@ -159,6 +166,8 @@ class OscarCache(Cache):
             InputError: if shapes or ids are invalid.
         """
         self._expected.announce(modalities, attention_mask)
+        if modalities is not None:
+            self._idle = _without_tokens(modalities.numpy())
 
     def attend_packed(self, mask: torch.Tensor | None) -> bool:
         """Announce a forward pass with attention "oscar".
@@ -280,17 +289,61 @@ class OscarCache(Cache):
 
     @property
     def states(self) -> list[torch.Tensor]:
-        """States of all linear-attention layers, with the copies that ``mark`` made."""
-        return [*(x for layer in self.linear_layers for x in layer.states), *self.marks.states]
+        """States of all linear-attention layers, with the copies that ``mark`` made and the spare
+        layers."""
+        return [*_states_of(self.linear_layers), *self.marks.states, *self._spare_states]
+
+    @property
+    def _spare_states(self) -> list[torch.Tensor]:
+        return _states_of(list(self.spares.values()))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of ``states``."""
         return held_bytes(self.states)
 
-    def state_rows(self) -> list[tuple[Sequence[Any], int] | None]:
-        """Return where the states of each row are, see ``StateTable.begin``."""
-        return [(self.layers, row) for row in range(len(self.kv_manager.sequences))]
+    def state_rows(self) -> list[StateRow | None]:
+        """Return where the states of each row with a new token are."""
+        rows = range(len(self.kv_manager.sequences))
+        return [None if x in self._idle else StateRow(self.layers, self.spares, x) for x in rows]
+
+    def can_spare_states(self, modalities: np.ndarray) -> bool:
+        """Return whether ``sparing_states`` works for a step: all rows, which share tensors, must
+        have a token."""
+        return not self.linear_layers or not _without_tokens(modalities)
+
+    @contextmanager
+    def sparing_states(self, modalities: np.ndarray) -> Iterator[None]:
+        """Within the block, a step leaves the states of linear-attention layers as they are.
+
+        The step writes to spare layers, from which ``take_spares`` continues.
+
+        Args:
+            modalities: (batch, 1) modality ids of the step's tokens, -1 for padding.
+        """
+        before, self._idle = self._idle, _without_tokens(modalities)
+        self.to_spares = True
+        try:
+            for row in filter(None, self.state_rows() if self.linear_layers else ()):
+                row.make_spares()
+            yield
+        finally:
+            self._idle, self.to_spares = before, False
+
+    def take_spares(self) -> bool:
+        """Continue from the states that a step within ``sparing_states`` has written, in the rows
+        that have a token in the current step.
+
+        Returns:
+            False, without a change, if that is not possible because states have been dropped, or
+            because a row that shares tensors with others has no token.
+        """
+        if not self.linear_layers:
+            return True
+        if self._idle or not self.spares:
+            return False
+        StateRow(self.layers, self.spares, 0).take_spares()
+        return True
 
     def set_states(self, layers: Mapping[int, LinearLayer], marks: Marks) -> None:
         """Replace the linear-attention layers at these indices, and the copies to return to."""
@@ -337,7 +390,7 @@ class OscarCache(Cache):
         self.store.reserve()
         if self.step is not None:
             step.layers = frozenset(layer.index for layer in self.packed_layers)
-        self.step = step
+        self.step, self._idle = step, _without_tokens(modalities)
         return step
 
     def replayed(self, step: StepPlan) -> None:
@@ -444,8 +497,8 @@ class OscarCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Return the memory usage in bytes, by modality and by kind."""
-        live = [state for layer in self.linear_layers for state in layer.states]
-        return measure(self.kv_manager, self.packed_layers, live, self.marks.states)
+        states = _states_of(self.linear_layers), self.marks.states, self._spare_states
+        return measure(self.kv_manager, self.packed_layers, *states)
 
     @property
     def slot_bytes(self) -> int:
@@ -471,11 +524,12 @@ class OscarCache(Cache):
         """Release memory reserved for the next tokens; call it after an answer, between forward
         passes.
 
-        Spare 16-bit slots become free. On a CPU, free slots are also returned to the device unless
-        another cache owns slots of the store. A conversation then takes no more memory, apart from
-        its tables, than in 16-bit precision.
+        Spare 16-bit slots and spare states become free. On a CPU, free slots are also returned to
+        the device unless another cache owns slots of the store. A conversation then takes no more
+        memory, apart from its tables, than in 16-bit precision.
         """
         self.kv_manager.release_spare()
+        self.spares.clear()
         if self.store.is_on_cpu and self.kv_manager.holds_all(
             SlotSet.of(self.kv_manager.streams())
         ):
@@ -611,8 +665,9 @@ class OscarCache(Cache):
     def _select(self, rows: list[int]) -> None:
         self.kv_manager.select(rows)
         self.marks = Marks()
-        for layer in self.linear_layers:
-            layer.reorder_cache(cast(torch.LongTensor, torch.tensor(rows)))
+        self.spares.clear()
+        for index, layer in self.linear_by_index.items():
+            self.layers[index] = layer.selected(rows)
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
@@ -672,6 +727,7 @@ class OscarCache(Cache):
             self.store = PageStore(self.policy)
         self.kv_manager, self.step = KVCacheManager(self.store), None
         self.layers.clear()
+        self.spares.clear()
         self.marks = Marks()
         self._expected, self.unchecked = PendingModalities(), False
 
@@ -708,6 +764,17 @@ class OscarCache(Cache):
     def update_indexer(self, *args: Any, **kwargs: Any) -> None:
         """Raise NotImplementedError: there are no pages for indexer keys of sparse attention."""
         raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be stored")
+
+
+def _states_of(layers: Iterable[LinearLayer]) -> list[torch.Tensor]:
+    return [state for layer in layers for state in layer.states]
+
+
+def _without_tokens(modalities: np.ndarray | Sequence[np.ndarray]) -> frozenset[int]:
+    """Return the rows in which all new tokens are padding."""
+    if isinstance(modalities, np.ndarray):
+        return frozenset(np.flatnonzero((modalities == PADDING).all(1)).tolist())
+    return frozenset(i for i, row in enumerate(modalities) if (row == PADDING).all())
 
 
 def _unpickled(

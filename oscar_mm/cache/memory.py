@@ -45,7 +45,7 @@ class MemoryReport:
             the window, sinks, tokens waiting for a page), "states" (linear attention), "marks"
             (copies of states, to which a cache can be cropped: ends of turns), "tables"
             (page tables, token map, balancing vectors), "unused" (free slots of the pools, and
-            spare slots for the next tokens of an answer).
+            spare slots and states for the next tokens of an answer).
         tokens: number of stored tokens by modality, summed over the batch; tokens in shared slots
             count once per sequence.
         shared_bytes: bytes, included in kv_bytes, of slots that other caches also own.
@@ -196,13 +196,15 @@ def measure(
     packed: Sequence[OscarLayer],
     states: Sequence[torch.Tensor],
     marks: Sequence[torch.Tensor],
+    unused: Sequence[torch.Tensor] = (),
 ) -> MemoryReport:
     """Measure the memory usage of a cache: its tensors, layer by layer, and its tables.
 
     Args:
         kv_manager: KV cache manager of the cache.
         packed: layers that have received keys and values.
-        states, marks: states of linear-attention layers, and their copies.
+        states, marks, unused: states of linear-attention layers, their copies, and the tensors for
+            the states after the next step.
     """
     kv_manager.store.collect()
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -225,7 +227,7 @@ def measure(
         by_kind["tables"] += own
         by_modality[_SHARED] += own
         by_device[str(layer.device)] += sum(by_kind.values()) - before
-    for kind, tensors in (("states", states), ("marks", marks)):
+    for kind, tensors in (("states", states), ("marks", marks), ("unused", unused)):
         for tensor in tensors:
             by_kind[kind] += tensor.nbytes
             by_modality[_SHARED] += tensor.nbytes

@@ -2,6 +2,7 @@
 
 A state is what a layer keeps of all tokens so far, in a fixed number of bytes. A later token
 changes it for good, so a cache returns to an earlier token only if it has kept a copy (``Marks``).
+A step that is launched before its tokens are certain writes to spare layers (``StateRow``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +106,15 @@ class LinearLayer(LinearAttentionLayer):
         """Return a layer whose tensors are those of a row, without a copy."""
         return self._with(lambda state: state[index : index + 1])
 
+    def selected(self, rows: Sequence[int]) -> LinearLayer:
+        """Return a layer with copies of these rows, in order."""
+        return self._with(lambda state: state[list(rows)])
+
+    def empty(self) -> LinearLayer:
+        """Return a layer with new, contiguous tensors of the same shapes, without values."""
+        contiguous = torch.contiguous_format
+        return self._with(lambda state: torch.empty_like(state, memory_format=contiguous))
+
     def make_contiguous(self) -> None:
         """Make the state's tensors contiguous, as kernels need them."""
         for by_state in (self.conv_states, self.recurrent_states):
@@ -126,35 +137,72 @@ class LinearLayer(LinearAttentionLayer):
         return twin
 
 
+class StateRow(NamedTuple):
+    """Where the states of a row of a batch are.
+
+    Attributes:
+        layers: layers of the cache that has the states.
+        spares: layer index -> layer to which a step that may be discarded writes the states after
+            it; belongs to the cache, and is empty before the first such step.
+        row: row in the tensors of that cache.
+    """
+
+    layers: list[Any]
+    spares: dict[int, LinearLayer]
+    row: int
+
+    def make_spares(self) -> None:
+        """Allocate the spare layers unless the cache has them."""
+        if not self.spares:
+            found = enumerate(self.layers)
+            self.spares.update({i: x.empty() for i, x in found if isinstance(x, LinearLayer)})
+
+    def take_spares(self) -> None:
+        """Continue from the states in the spare layers; the other layers become spare."""
+        for index, spare in self.spares.items():
+            self.layers[index], self.spares[index] = spare, self.layers[index]
+
+    def layer(self, index: int, *, spare: bool = False) -> LinearLayer:
+        """Return the row's layer at an index, or its spare layer."""
+        return (self.spares if spare else self.layers)[index].row(self.row)
+
+    def addresses(self, index: int, *, spare: bool) -> list[int]:
+        """Return the addresses of both states of a layer; of its own if there is no spare layer."""
+        layer: LinearLayer = self.layers[index]
+        if spare:
+            layer = self.spares.get(index, layer)
+        return [state[self.row].data_ptr() for state in layer.states]
+
+
 class RowStates(NamedTuple):
     """States of a batch's rows in one layer, each at its own address.
 
     Attributes:
         layers: the layer with the state of each row, one row each; None for a row without a new
             token, whose state must not change.
-        addresses: (2, rows) int64 on the device: addresses of the convolution states, then of the
-            recurrent states; 0 for a row without a new token.
+        targets: the layers that receive the states after the step: ``layers`` if it updates them
+            in place.
+        addresses: (4, rows) int64 on the device: addresses of the convolution states, of the
+            recurrent states, and of both after the step; 0 for a row without a new token.
     """
 
     layers: Sequence[LinearLayer | None]
+    targets: Sequence[LinearLayer | None]
     addresses: torch.Tensor
-
-    @classmethod
-    def of(cls, layers: Sequence[LinearLayer | None], device: torch.device) -> RowStates:
-        """Return the states of these rows, with their addresses in a new tensor."""
-        table = torch.tensor(addresses_of(layers), dtype=torch.long)
-        return cls(layers, table.to(device))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Convolution state and recurrent state of each row that has a new token."""
-        return [state for layer in self.layers if layer is not None for state in layer.states]
+        return _tensors(self.layers)
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """The tensors that receive ``tensors`` after the step."""
+        return _tensors(self.targets)
 
 
-def addresses_of(layers: Sequence[LinearLayer | None]) -> list[list[int]]:
-    """Return the addresses of the rows' convolution states, and of their recurrent states."""
-    pairs = [(0, 0) if one is None else [x.data_ptr() for x in one.states] for one in layers]
-    return [list(kind) for kind in zip(*pairs, strict=True)]
+def _tensors(layers: Iterable[LinearLayer | None]) -> list[torch.Tensor]:
+    return [state for layer in layers if layer is not None for state in layer.states]
 
 
 class StateTable:
@@ -163,41 +211,57 @@ class StateTable:
     States stay in the rows' caches. When rows join or leave, only addresses change: no state is
     copied, and absent rows take no memory. Between two steps, a row's cache can use its states
     (undo, fork, mark) as it does outside of a batch.
+
+    Steps that are launched early write to spare layers, which then take the place of the others.
+    While the same layers do so, the host has no addresses to write: the device keeps those of all
+    steps between the two layers, and copies the ones of the current step.
     """
 
     def __init__(self) -> None:
-        self._rows: Sequence[tuple[Sequence[Any], int] | None] = ()
+        self._rows: Sequence[StateRow | None] = ()
+        self._to_spares = False
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
-        self._written: list[tuple[weakref.ref[LinearLayer], int] | None] | None = None
+        """``RowStates.addresses`` of the current step, (layers, 4, rows)."""
+        self._choices: dict[torch.device, torch.Tensor] = {}
+        """The same of all steps, (2, 2, layers, 4, rows), by source and target: 0 for the layers
+        at the latest ``_write``, 1 for their spare layers."""
+        self._written: list[_Identity] = []
+        self._step: tuple[int, int] | None = None
+        """Source and target of the step in ``_tables``."""
 
-    def begin(self, rows: Sequence[tuple[Sequence[Any], int] | None]) -> None:
+    def begin(self, rows: Sequence[StateRow | None], *, to_spares: bool = False) -> None:
         """Write the addresses of the rows of a step, unless they are still the same.
 
         Args:
-            rows: for each row, the layers of the cache that has its states, and its row in that
-                cache; None for a row without a new token. Each call has as many rows as the first.
+            rows: where the states of each row are; None for a row without a new token. Each call
+                has as many rows as the first.
+            to_spares: whether the step writes to the spare layers, which exist, and leaves the
+                states as they are.
         """
-        self._rows = rows
+        self._rows, self._to_spares = rows, to_spares
         if not self._places:
-            self._allocate(next(layers for layers, _ in filter(None, rows)), len(rows))
+            self._allocate(next(filter(None, rows)).layers, len(rows))
         first = next(iter(self._places))
-        now = [None if row is None else (weakref.ref(row[0][first]), row[1]) for row in rows]
-        if now == self._written:
-            return
-        self._written = now
-        for layers, _ in filter(None, rows):
-            for index in self._places:
-                layers[index].make_contiguous()
-        for device, table in self._tables.items():
-            mine = [index for index, place in self._places.items() if place[0] == device]
-            host = torch.tensor([addresses_of(self._layers(index)) for index in mine])
-            table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)
+        now = [_identity(row, first) for row in rows]
+        swapped = [None if one is None else (one[1], one[0], one[2]) for one in now]
+        if self._written not in (now, swapped):
+            self._write()
+            self._written, self._step = now, None
+        source = int(self._written != now)
+        if self._step != (step := (source, source ^ to_spares)):
+            self._step = step
+            for device, table in self._tables.items():
+                table.copy_(self._choices[device][step])
 
     def of(self, index: int) -> RowStates:
         """Return the states of the rows of the current step in a layer."""
         device, place = self._places[index]
-        return RowStates(self._layers(index), self._tables[device][place])
+        layers, targets = (
+            [None if row is None else row.layer(index, spare=spare) for row in self._rows]
+            for spare in (False, self._to_spares)
+        )
+        return RowStates(layers, targets, self._tables[device][place])
 
     def end(self) -> None:
         """End the step, and keep no state alive."""
@@ -211,10 +275,37 @@ class StateTable:
                 self._places[index] = device, counts.setdefault(device, 0)
                 counts[device] += 1
         for device, count in counts.items():
-            self._tables[device] = torch.zeros(count, 2, rows, dtype=torch.long, device=device)
+            self._tables[device] = torch.zeros(count, 4, rows, dtype=torch.long, device=device)
+            self._choices[device] = self._tables[device].repeat(2, 2, 1, 1, 1)
 
-    def _layers(self, index: int) -> list[LinearLayer | None]:
-        return [None if row is None else row[0][index].row(row[1]) for row in self._rows]
+    def _write(self) -> None:
+        """Write the addresses of the rows' layers and spare layers."""
+        for row in filter(None, self._rows):
+            for index in self._places:
+                row.layers[index].make_contiguous()
+        for device, choices in self._choices.items():
+            mine = [index for index, place in self._places.items() if place[0] == device]
+            both = [torch.tensor([self._addresses(i, spare) for i in mine]) for spare in (0, 1)]
+            host = torch.stack([torch.cat(pair, 1) for pair in product(both, both)])
+            host = host.view(choices.shape)
+            choices.copy_(host.pin_memory() if choices.is_cuda else host, non_blocking=True)
+
+    def _addresses(self, index: int, spare: int) -> list[list[int]]:
+        """Return the addresses of the rows' convolution states, and of their recurrent states."""
+        absent = [0, 0]
+        pairs = [absent if x is None else x.addresses(index, spare=bool(spare)) for x in self._rows]
+        return [list(kind) for kind in zip(*pairs, strict=True)]
+
+
+_Identity = tuple[weakref.ref[LinearLayer], weakref.ref[LinearLayer] | None, int] | None
+"""What tells whether addresses of a row still hold: its first layer, its spare layer, its row."""
+
+
+def _identity(row: StateRow | None, index: int) -> _Identity:
+    if row is None:
+        return None
+    spare = row.spares.get(index)
+    return weakref.ref(row.layers[index]), None if spare is None else weakref.ref(spare), row.row
 
 
 class Marks:

@@ -267,6 +267,7 @@ class Request(RequestState):
     def settle(self) -> None:
         """Release the memory of an ended request, in the engine thread. Idempotent."""
         self.reservation = self.chunks = None
+        self.cache.spares.clear()  # A chat may keep the cache for long.
         if not (self._keeps_cache or self.cache.closed):
             if self.error is None:
                 self.cache.shrink()

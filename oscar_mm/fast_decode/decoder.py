@@ -207,7 +207,7 @@ class FastDecoder:
     def _with_states(self, cache: OscarCache) -> Iterator[None]:
         """Within the block, the step uses the states of the cache's rows."""
         if cache.linear_layers:
-            self._states.begin(cache.state_rows())
+            self._states.begin(cache.state_rows(), to_spares=cache.to_spares)
         try:
             yield
         finally:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
 from torch.nn.functional import conv1d, silu, softplus
 
-from oscar_mm.cache.states import LinearLayer, RowStates
+from oscar_mm.cache.states import LinearLayer, RowStates, StateRow, StateTable
 from oscar_mm.kernels.launch import (
     ELEMENTS,
     addresses,
@@ -109,7 +110,7 @@ class DeltaArguments(NamedTuple):
     Attributes:
         mixed: (rows, width): projections, see ``Parts``; rows are contiguous.
         gates: (rows, 2 * value heads): projections, see ``Parts``; rows are contiguous.
-        states: states of the rows in the layer, which are updated in place.
+        states: states of the rows in the layer before the step, and where to write those after it.
         convolution: (channels, taps): weights of the convolution, whose channels are all queries,
             then all keys, then all values.
         decay: (value heads,): logarithm of A.
@@ -220,15 +221,15 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
         rows, one of which has no token."""
         keys, values, group, _, dtype = specialization
         shape, errors = DeltaShape(3, 3 * group, keys, values), list[float]()
-        for parts in (shape.one_after_the_other, shape.by_key_head):
-            found = sample(shape, parts, 3, dtype, device, idle=1)
-            expected = sample(shape, parts, 3, dtype, device, idle=1)
+        for parts, in_place in ((shape.one_after_the_other, True), (shape.by_key_head, False)):
+            given = partial(sample, shape, parts, 3, dtype, device, idle=1, in_place=in_place)
+            found, expected = given(), given()
             for _ in range(2):
                 outputs = [
                     x.unflatten(1, (-1, values)) for x in (kernel(found), delta_by_torch(expected))
                 ]
                 errors.append(relative_error(*(x[::2] for x in outputs)))
-            for one, other in zip(found.states.tensors, expected.states.tensors, strict=True):
+            for one, other in zip(found.states.results, expected.states.results, strict=True):
                 errors.append(relative_error(one.flatten(1), other.flatten(1)))
         return worst(errors)
 
@@ -240,6 +241,8 @@ def sample(
     dtype: torch.dtype,
     device: torch.device,
     idle: int | None = None,
+    *,
+    in_place: bool = True,
 ) -> DeltaArguments:
     """Return random arguments, the same in each process.
 
@@ -250,6 +253,7 @@ def sample(
         dtype: dtype of activations and weights.
         device: device of all tensors.
         idle: a row without a new token; None for none.
+        in_place: whether the states after the step replace those before it.
     """
     random = random_normal(dtype, device)
     key_heads, value_heads, keys, values = shape
@@ -260,10 +264,18 @@ def sample(
         )
         for _ in range(rows)
     ]
+    cache_rows = [StateRow([layer], {}, 0) for layer in layers]
+    for row in () if in_place else cache_rows:
+        row.make_spares()
+    table = StateTable()
+    table.begin(
+        [None if place == idle else row for place, row in enumerate(cache_rows)],
+        to_spares=not in_place,
+    )
     return DeltaArguments(
         random(rows, channels + value_heads * values),
         random(rows, 2 * value_heads),
-        RowStates.of([None if row == idle else layer for row, layer in enumerate(layers)], device),
+        table.of(0),
         random(channels, TAPS),
         random(value_heads),
         random(value_heads),
@@ -275,7 +287,7 @@ def sample(
 
 
 def delta(arguments: DeltaArguments) -> torch.Tensor:
-    """Update the states in place and return the output, (rows, value heads * values).
+    """Write the states after the step and return the output, (rows, value heads * values).
 
     The output of a row without a new token is 0, and its states do not change.
     """
@@ -308,16 +320,22 @@ def delta_by_torch(arguments: DeltaArguments) -> torch.Tensor:
     """Run ``delta`` with PyTorch operations and the rounding of transformers' modules."""
     mixed, *_, shape, _ = arguments
     output = mixed.new_zeros(len(mixed), shape.value_heads * shape.values)
-    for row, layer in enumerate(arguments.states.layers):
-        if layer is not None:
-            output[row] = _row_by_torch(arguments, row, *layer.states)
+    layers, targets, _ = arguments.states
+    for row, (layer, target) in enumerate(zip(layers, targets, strict=True)):
+        if layer is not None and target is not None:
+            output[row] = _row_by_torch(arguments, row, *layer.states, *target.states)
     return output
 
 
 def _row_by_torch(
-    arguments: DeltaArguments, row: int, window: torch.Tensor, state: torch.Tensor
+    arguments: DeltaArguments,
+    row: int,
+    window: torch.Tensor,
+    before: torch.Tensor,
+    next_window: torch.Tensor,
+    state: torch.Tensor,
 ) -> torch.Tensor:
-    """Run the step of a row; its states, (1, ...), are updated in place."""
+    """Run the step of a row with its states before and after the step, (1, ...) each."""
     mixed, gates, _, convolution, decay, bias, norm, epsilon, shape, parts = arguments
     key_heads, group, keys, values = shape.key_heads, shape.group, shape.keys, shape.values
     widths = (keys, keys, group * values, group * values)
@@ -325,7 +343,7 @@ def _row_by_torch(
     *new, z = (x.of(one, key_heads, n).flatten(1) for x, n in zip(parts[:4], widths, strict=True))
     b, a = (part.of(gates[row : row + 1], key_heads, group).flatten() for part in parts[4:])
     inputs = torch.cat([window, torch.cat(new, 1)[..., None]], -1)
-    window.copy_(inputs[..., 1:])
+    next_window.copy_(inputs[..., 1:])
     found = silu(conv1d(inputs[..., 1:], convolution[:, None], groups=len(convolution)))[0, :, 0]
     query, key, value = (x.float() for x in found.split([x.shape[1] for x in new]))
     query, key = (
@@ -334,7 +352,7 @@ def _row_by_torch(
     )
     query /= keys**0.5
     factor = torch.exp(-decay.float().exp() * softplus(a.float() + bias))
-    state *= factor[:, None, None]
+    torch.mul(before, factor[:, None, None], out=state)
     told = (state[0] * key[..., None]).sum(1)
     update = (value.view(-1, values) - told) * b.sigmoid()[:, None]
     state += key[..., None] * update[:, None]

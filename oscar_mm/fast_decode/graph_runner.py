@@ -138,7 +138,8 @@ _EAGER_STEPS = 16
 class InflightStep(NamedTuple):
     """A step that was launched early.
 
-    It has written keys and values only to unused slots, so it can be discarded without cleanup.
+    It has written keys and values only to unused slots, and states to spare layers, so it can be
+    discarded without cleanup.
 
     Attributes:
         tokens: (batch,) input ids.
@@ -181,7 +182,6 @@ class GraphRunner:
         self.model, self.cache, self.axes = model, cache, axes
         self._ranks = TPGroup.of(model)
         self._layers = FastDecoder(model) if supports(model) else None
-        self._has_states = bool(layers_of_states(model.config))
         # Inputs of the steps, at fixed addresses.
         self._ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
         self._positions = torch.zeros(rows, dtype=torch.long, device=device)
@@ -265,14 +265,14 @@ class GraphRunner:
         Args:
             tokens, ended, piece: see ``__call__``.
         """
-        # A step changes states for good, even the states of a row that turns out to have ended.
-        if self._replay is None or self._has_states:
+        modalities = _codes(ended)
+        if self._replay is None or not self.cache.can_spare_states(modalities):
             return
-        step = self._steps.plan_ahead(_codes(ended))
+        step = self._steps.plan_ahead(modalities)
         if step is None or self._version != self._steps.version:
             return
         self._ids.copy_(tokens[:, None])
-        with self._steps.dry_run(step):
+        with self._steps.dry_run(step), self.cache.sparing_states(modalities):
             logits = self._launched(self._replay, piece, step)
         self._early = InflightStep(tokens, step, logits)
 
@@ -308,7 +308,7 @@ class GraphRunner:
         places = devices(self.model)
         alone = self._ranks.count == 1 and places == {self._ids.device}
         # A graph would keep the addresses of states, which change when rows join or leave.
-        fits = has_full_attention(self.model) and not self._has_states
+        fits = has_full_attention(self.model) and not layers_of_states(self.model.config)
         return graph_capture(places) if alone and fits else None
 
     def _on_fixed_tables(
@@ -320,7 +320,7 @@ class GraphRunner:
     ) -> torch.Tensor:
         """Run a step: use its early launch, replay it, or capture it if necessary."""
         step = self.cache.begin(_codes(ended))
-        if early is not None and early.is_step(tokens, step):
+        if early is not None and early.is_step(tokens, step) and self.cache.take_spares():
             self.cache.replayed(step)
             return early.logits
         self._ids.copy_(tokens[:, None])

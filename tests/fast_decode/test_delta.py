@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from oscar_mm.cache.states import LinearLayer, StateTable
+from oscar_mm.cache.states import LinearLayer, StateRow, StateTable
 from oscar_mm.fast_decode.delta import (
     COLUMNS,
     TAPS,
@@ -92,7 +92,10 @@ class Truth:
                 zeros = torch.zeros(len(heads), self.arguments.shape.values)
                 rows.append(zeros.double())
                 continue
-            window, states = (x[0] for x in layer.states)
+            target = self.arguments.states.targets[row]
+            for new, old in zip(target.states, layer.states, strict=True):
+                new.copy_(old)
+            window, states = (x[0] for x in target.states)
             channels = self.channels(row, window)
             rows.append(torch.stack([self.head(row, i, channels, states[i]) for i in heads]))
         return torch.stack(rows)
@@ -101,7 +104,9 @@ class Truth:
 def on_cpu(given: DeltaArguments) -> DeltaArguments:
     """A copy on the CPU."""
     layers = [None if one is None else one.on(CPU) for one in given.states.layers]
-    states = given.states._replace(layers=layers)
+    targets = [None if one is None else one.on(CPU) for one in given.states.targets]
+    in_place = given.states.tensors[0].data_ptr() == given.states.results[0].data_ptr()
+    states = given.states._replace(layers=layers, targets=layers if in_place else targets)
     moved = {k: x.cpu() for k, x in given._asdict().items() if isinstance(x, torch.Tensor)}
     return given._replace(states=states, **moved)
 
@@ -117,40 +122,89 @@ def check(given: DeltaArguments, steps: int, bound: float) -> None:
                 assert not found[row].any()
             else:
                 assert relative_error(found[row], expected[row]) <= bound
-    for one, other in zip(given.states.tensors, truth.arguments.states.tensors, strict=True):
+    for one, other in zip(given.states.results, truth.arguments.states.results, strict=True):
         assert relative_error(one.cpu().flatten(), other.flatten()) <= bound
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("parts", ["one_after_the_other", "by_key_head"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
-def test_by_torch(parts: str, dtype: torch.dtype, bound: float) -> None:
-    given = sample(TINY, getattr(TINY, parts), 3, dtype, CPU, idle=1)
+def test_by_torch(parts: str, dtype: torch.dtype, bound: float, in_place: bool) -> None:
+    given = sample(TINY, getattr(TINY, parts), 3, dtype, CPU, idle=1, in_place=in_place)
+    before = [x.clone() for x in given.states.tensors]
     check(given, 3, bound)
+    assert in_place or all(map(torch.equal, before, given.states.tensors))
+
+
+def layers() -> list[LinearLayer | str]:
+    pair = torch.zeros(2, 3, TAPS), torch.zeros(2, 1, 4, 2).transpose(2, 3)
+    return ["attention", LinearLayer.of(*pair)]
+
+
+def places(rows: list[StateRow | None], layers: list[LinearLayer | None]) -> list[list[int]]:
+    """Addresses of the rows in these layers."""
+    return [
+        [
+            0 if row is None else layer.states[kind][row.row].data_ptr()
+            for row, layer in zip(rows, layers, strict=True)
+        ]
+        for kind in range(2)
+    ]
 
 
 def test_a_table_follows_its_rows() -> None:
     """Addresses are those of the rows' states, in a tensor that stays; it keeps no state alive."""
-
-    def layers() -> list[LinearLayer | str]:
-        pair = torch.zeros(2, 3, TAPS), torch.zeros(2, 1, 4, 2).transpose(2, 3)
-        return ["attention", LinearLayer.of(*pair)]
-
     table, one, other = StateTable(), layers(), layers()
-    for rows in ([(one, 1), (other, 0)], [(other, 0), None], [(one, 0), (one, 1)]):
+    first, second, third = StateRow(one, {}, 0), StateRow(one, {}, 1), StateRow(other, {}, 0)
+    for rows in ([second, third], [third, None], [first, second]):
         table.begin(rows)
         states = table.of(1)
         place = states.addresses.data_ptr()
-        assert states.addresses.tolist() == [
-            [0 if row is None else row[0][1].states[kind][row[1] :].data_ptr() for row in rows]
-            for kind in range(2)
-        ]
+        expected = places(rows, [None if row is None else row.layers[1] for row in rows])
+        assert states.addresses.tolist() == expected * 2
         assert all(x.is_contiguous() for x in states.tensors)
         table.end()
     assert table._rows == () and place == table.of(1).addresses.data_ptr()
     # The same rows, whose cache has returned to a copy of its states.
     one[1] = one[1].fork()
-    table.begin([(one, 0), None])
-    assert table.of(1).addresses.tolist() == [[x.data_ptr(), 0] for x in one[1].states]
+    table.begin([first, None])
+    assert table.of(1).addresses.tolist() == [[x.data_ptr(), 0] for x in one[1].states] * 2
+
+
+def test_steps_to_spare_layers() -> None:
+    """A step reads the states and writes to the spare layers, whichever of the two these are; the
+    host writes addresses only if layers are new."""
+    table, rows = StateTable(), [StateRow(layers(), {}, 1), None, StateRow(layers(), {}, 0)]
+    real, written = [row for row in rows if row is not None], []
+    write = table._write
+    table._write = lambda: (written.append(1), write())
+    for row in real:
+        row.make_spares()
+
+    def check(*, to_spares: bool) -> None:
+        table.begin(rows, to_spares=to_spares)
+        before, after = (
+            [None if row is None else (row.spares if spare else row.layers)[1] for row in rows]
+            for spare in (False, to_spares)
+        )
+        found = table.of(1)
+        assert found.addresses.tolist() == places(rows, before) + places(rows, after)
+        for given, expected in ((found.tensors, before), (found.results, after)):
+            theirs = sum(zip(*places(rows, expected), strict=True), ())
+            assert [x.data_ptr() for x in given] == [x for x in theirs if x]
+        table.end()
+
+    for _ in range(2):
+        for to_spares in (False, True, True, False):
+            check(to_spares=to_spares)
+        for row in real:
+            row.take_spares()
+    assert len(written) == 1
+    real[0].take_spares()  # The other row's token was one too many.
+    check(to_spares=True)
+    real[1].spares.clear()
+    check(to_spares=False)
+    assert len(written) == 3
 
 
 @pytest.mark.parametrize("arch", architectures(("sm_80", "sm_90a", "sm_100a", "sm_120")))
@@ -199,8 +253,11 @@ def test_on_a_gpu(dtype: torch.dtype, name: str, rows: int, parts: str) -> None:
     for cluster in sizes if name == "Qwen3.5 9B" else sizes[-1:]:
         made = Specialization(shape.keys, shape.values, shape.group, cluster, dtype)
         assert DeltaKernel.of(made, CUDA) is not None
-    given = sample(shape, getattr(shape, parts), rows, dtype, CUDA, idle=1)
-    check(given, 2, 0.01)
+    for in_place in (True, False):
+        given = sample(shape, getattr(shape, parts), rows, dtype, CUDA, idle=1, in_place=in_place)
+        before = [x.clone() for x in given.states.tensors]
+        check(given, 2, 0.01)
+        assert in_place or all(map(torch.equal, before, given.states.tensors))
 
 
 @pytest.mark.gpu
@@ -210,7 +267,7 @@ def test_nothing_else_is_written() -> None:
     given = sample(shape, shape.one_after_the_other, 2, torch.bfloat16, CUDA)
     pool = LinearLayer.joined([one for one in given.states.layers if one is not None] * 2)
     table, before = StateTable(), pool.fork()
-    table.begin([([pool], 2), None])
+    table.begin([StateRow([pool], {}, 2), None])
     delta(given._replace(states=table.of(0)))
     for one, old in zip(pool.states, before.states, strict=True):
         changed = (one != old).flatten(1).any(1)

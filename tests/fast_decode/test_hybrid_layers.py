@@ -152,8 +152,15 @@ def test_steps_on_a_gpu(on_gpu: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
     assert len(calls) >= 3 * 3 * 4
 
 
+def states_of(cache: OscarCache) -> list[torch.Tensor]:
+    return [state for layer in cache.linear_layers for state in layer.states]
+
+
 def steps_of_a_batch(pipe: OscarVLPipeline, caches: list[OscarCache], capture: Any) -> list[Any]:
-    """Logits of rows that join, move, end and leave, and the states of their caches at the end."""
+    """Logits of rows that join, move, end and leave, and the states of their caches at the end.
+
+    Captured steps are launched early, before it is known which rows have ended.
+    """
     view, found = BatchView(pipe.store), []
     view.sigmas = caches[0].sigmas
     runner = GraphRunner(pipe.model, view, 4, (4,), pipe.family.device, capture)
@@ -165,20 +172,22 @@ def steps_of_a_batch(pipe: OscarVLPipeline, caches: list[OscarCache], capture: A
     ):
         view.set_rows(rows)
         runner.place([0 if cache is None else cache.get_seq_length() for cache in rows])
-        for number in range(5):
+        given = [torch.arange(4, device=pipe.family.device) + 7 * number for number in range(6)]
+        for number, tokens in enumerate(given[:5]):
             over = [
                 cache is None or (place in ended and number >= since)
                 for place, cache in enumerate(rows)
             ]
             if number == since:
-                ending = [x.clone() for place in ended for x in rows[place].states]
-            tokens = torch.arange(4, device=pipe.family.device) + 7 * number
+                ending = [x.clone() for place in ended for x in states_of(rows[place])]
             logits = runner(tokens, torch.tensor(over))
             found += [logits[place].clone() for place in range(4) if not over[place]]
+            if capture is not None:
+                runner.ahead(given[number + 1], torch.tensor(over))
         for place in ended:
-            assert all(map(torch.equal, ending, rows[place].states))
+            assert all(map(torch.equal, ending, states_of(rows[place])))
     assert runner.captures == (capture is not None)
-    return found + [state for cache in caches for state in cache.states]
+    return found + [state for cache in caches for state in states_of(cache)]
 
 
 @torch.inference_mode()
@@ -199,11 +208,13 @@ def check_batch(pipe: OscarVLPipeline, captures: tuple[Any, ...]) -> list[list[t
     return found
 
 
-def test_steps_on_fixed_addresses(qwen3_5_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_fixed_addresses(
+    qwen3_5_folder: Path, monkeypatch: pytest.MonkeyPatch, guesses: list[bool]
+) -> None:
     """As eager steps, and as modules, which take the states of the batch in one tensor."""
     pipe, repeat = exact(OscarVLPipeline, qwen3_5_folder), Repeat()
     steps, _ = check_batch(pipe, (repeat, None))
-    assert repeat.replays > 10
+    assert repeat.replays > 10 and sum(guesses) >= 8
     monkeypatch.setattr(graph_runner, "supports", lambda model: False)
     [by_modules] = check_batch(pipe, (None,))
     for found, expected in zip(steps, by_modules, strict=True):
@@ -216,14 +227,21 @@ def test_graphs_repeat_steps_bit_for_bit(on_gpu: OscarVLPipeline) -> None:
 
 
 @pytest.mark.gpu
-def test_turns_with_graphs(on_gpu: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns, forks and turns after an undo, as with steps that run again on the same tables."""
+def test_turns_with_graphs(
+    on_gpu: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch, guesses: list[bool]
+) -> None:
+    """Turns, forks and turns after an undo, as with steps that run again on the same tables, and
+    with steps that wait for their tokens."""
 
     def answers() -> list[list[int]]:
         # In fewer bits, tokens that an undone turn has packed stay packed.
         pipe = OscarVLPipeline(on_gpu.model, processor=on_gpu.processor, policy="bf16")
         chat = pipe.chat()
         found = [chat.ask("Why?", max_new_tokens=12).token_ids for _ in range(2)]
+        stream = chat.stream("Who?", max_new_tokens=12)
+        next(stream)
+        stream.close()
+        chat.undo()
         fork = chat.fork()
         found += [one.ask("How?", max_new_tokens=12).token_ids for one in (chat, fork)]
         chat.undo()
@@ -234,6 +252,11 @@ def test_turns_with_graphs(on_gpu: OscarVLPipeline, monkeypatch: pytest.MonkeyPa
 
     captured = answers()
     assert captured[-1] == captured[-2] == captured[-3]
+    assert guesses.count(True) > 20
+    guesses.clear()
+    with monkeypatch.context() as waiting:
+        waiting.setattr(BatchView, "can_spare_states", lambda *_: False)
+        assert answers() == captured and not guesses
     runner, repeat = GraphRunner, Repeat()
     monkeypatch.setattr(decode_runner, "GraphRunner", partial(runner, capture=repeat))
     assert answers() == captured and repeat.replays > 20

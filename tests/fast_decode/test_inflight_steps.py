@@ -17,7 +17,7 @@ from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.engine import decode_runner
 from oscar_mm.engine.decode_runner import decode
 from oscar_mm.engine.sampling import SampledTokens, Sampling
-from oscar_mm.fast_decode.graph_runner import GraphRunner, InflightStep
+from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.policy import PLAIN
 from tests.fast_decode.test_graph_runner import BATCH, Repeat
 from tests.prompts import REQUESTS, Reference, Request
@@ -35,20 +35,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         return GraphRunner(model, cache, *rest, capture=getattr(cache.store, "record", None))
 
     monkeypatch.setattr(decode_runner, "GraphRunner", captured_if_set)
-
-
-@pytest.fixture
-def guesses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Record for each in-flight step whether it was the step requested next."""
-    found: list[bool] = []
-    is_step = InflightStep.is_step
-
-    def noted(*arguments) -> bool:
-        found.append(is_step(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr(InflightStep, "is_step", noted)
-    return found
 
 
 def answer(
