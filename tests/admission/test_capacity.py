@@ -12,7 +12,7 @@ import torch
 from benchmarks.random_model import synthetic_cache
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.admission.capacity import RESERVED, ModelShape, activation_bytes, free_bytes
-from oscar_mm.chat import chat as chat_module
+from oscar_mm.chat import turn_runner
 from oscar_mm.errors import MemoryBusy, RequestTooLarge
 from oscar_mm.policy import PLAIN, KVPolicy
 from oscar_mm.sizes import parse_bytes
@@ -319,7 +319,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
         with engine_waits(pipe):
             pipe.budget.settle(second._spillable)
 
-    class Begun(chat_module.Request):
+    class Begun(turn_runner.Request):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             monkeypatch.setattr(pipe.budget, "limit", 0)
@@ -327,7 +327,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
             monkeypatch.setattr(pipe.budget, "limit", LIMIT)
 
     found = [chat.ask("What is it?", **SHOWN).token_ids]
-    monkeypatch.setattr(chat_module, "Request", Begun)
+    monkeypatch.setattr(turn_runner, "Request", Begun)
     assert [*found, chat.ask(**MORE).token_ids] == expected
     assert not files(tmp_path)
 
