@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S = 600, 6 * 3600
 _CONNECTIONS = 2 * MAX_VISITS + 128
 """Maximum number of connections; a page keeps two open, and uses more while it loads."""
+_GRADIO_FOLDER = "GRADIO_TEMP_DIR"
 _HEAD_S = 10.0
 """Maximum seconds to receive the head of a request."""
 GRACE_S = 10.0
@@ -201,11 +202,10 @@ def serve_page(
         InputError: if the port is taken, or the folder cannot be created.
     """
     # Ignore cleanup errors, because running answers may have files open in this folder.
-    with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-", ignore_cleanup_errors=True) as name:
-        folder = Path(name).resolve()
-        # Gradio reads this when it builds a page; uploads go there and are removed with the folder.
-        os.environ["GRADIO_TEMP_DIR"] = str(folder)
-        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    with (
+        tempfile.TemporaryDirectory(prefix="oscar-mm-demo-", ignore_cleanup_errors=True) as name,
+        _gradio_folder(folder := Path(name).resolve()),
+    ):
         from oscar_mm.apps.demo.handlers import Handlers
         from oscar_mm.apps.demo.page import build
         from oscar_mm.apps.demo.page_server import PageServer
@@ -223,6 +223,24 @@ def serve_page(
                 closing.start()
                 page.close(verbose=False)
                 closing.join(GRACE_S if keep is None else _KEEP_GRACE_S)
+
+
+@contextmanager
+def _gradio_folder(folder: Path) -> Iterator[None]:
+    """Let gradio keep uploads in a folder within the block.
+
+    Gradio looks for the folder in the environment whenever a page is built or a file is used, so an
+    earlier page of this process can use its files again only after the block.
+    """
+    earlier = os.environ.get(_GRADIO_FOLDER)
+    os.environ |= {_GRADIO_FOLDER: str(folder), "GRADIO_ANALYTICS_ENABLED": "False"}
+    try:
+        yield
+    finally:
+        if earlier is None:
+            os.environ.pop(_GRADIO_FOLDER, None)
+        else:
+            os.environ[_GRADIO_FOLDER] = earlier
 
 
 def wait_for_ctrl_c(until: threading.Event) -> None:

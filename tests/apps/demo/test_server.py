@@ -265,6 +265,13 @@ def test_a_conversation_goes_on_after_a_restart(pipe, uploads, tmp_path) -> None
     assert "What?" not in histories[0] and "What?" in histories[1] and "<img" in histories[1]
 
 
+def test_a_page_that_ends_leaves_an_earlier_one_its_files(pipe, served, client, uploads) -> None:
+    with serve_page(pipe, COMPACT, bind("127.0.0.1", 0)):
+        pass
+    message = {"text": "What?", "files": [upload(client, uploads / "0.png")]}
+    assert call(client, served, "ask", [message, 0, 9, *WHERE], "s8")[-1]["success"]
+
+
 BEATS = b"GET /gradio_api/heartbeat/s1 HTTP/1.1\r\nHost: localhost\r\n\r\n"
 """What a page that is open has asked for."""
 
