@@ -20,6 +20,7 @@ from oscar_mm.apps.demo.charts import inspection_view
 from oscar_mm.apps.demo.conversation_list import conversation_list, ids_in
 from oscar_mm.apps.demo.curve_picture import curve_picture
 from oscar_mm.apps.demo.examples import Example
+from oscar_mm.apps.demo.hands_free import SPEAKING, Ears
 from oscar_mm.apps.demo.measured_chat import UPDATES_PER_S
 from oscar_mm.apps.demo.memory_panel import (
     MODELS,
@@ -111,8 +112,42 @@ class Handlers:
         *scenario: str,
     ) -> Iterator[tuple]:
         """Answer a recording of the microphone; at the end, also return the speech to play."""
+        session, files = self._session(request), [recording] if recording else []
+        yield from self._answer_aloud(session, files, temperature, longest, scenario)
+
+    def hear(self, request: gr.Request, event: gr.EventData) -> str:
+        """Listen to a hands-free visitor, and end the answer that the visitor interrupts; return
+        what ``Ears.hear`` returns."""
         session = self._session(request)
-        files, options = [recording] if recording else [], self._options(temperature, longest)
+        with _errors_as_messages():
+            state = self._ears(session).hear(event.sound)
+        if state == SPEAKING and session.is_answering:
+            session.stop()
+        return state
+
+    def answer_heard(
+        self, request: gr.Request, temperature: float, longest: float, *scenario: str
+    ) -> Iterator[tuple]:
+        """Answer the questions that were heard, as ``talk`` does, after the one before."""
+        session = self._session(request)
+        if files := self._ears(session).take():
+            session.wait_for_the_end()
+            yield from self._answer_aloud(session, files, temperature, longest, scenario)
+
+    def _ears(self, session: Session) -> Ears:
+        if session.ears is None:
+            session.ears = Ears(self.folder / secrets.token_hex(16), self.folder.parent)
+        return session.ears
+
+    def _answer_aloud(
+        self,
+        session: Session,
+        files: Sequence[str | Path],
+        temperature: float,
+        longest: float,
+        scenario: Sequence[str],
+    ) -> Iterator[tuple]:
+        options = self._options(temperature, longest)
         steps = session.ask("", files, is_talk=True, **options)
         for shown in self._answer(session, steps, gr.Audio(value=None)):
             yield *shown, _UNCHANGED

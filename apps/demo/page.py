@@ -7,7 +7,6 @@ uploads.
 from __future__ import annotations
 
 import base64
-from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -25,10 +24,17 @@ from oscar_mm.apps.demo.charts import NOT_INSPECTED
 from oscar_mm.apps.demo.conversation_list import LIST_SCRIPT, MAX_LISTED, conversation_list
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
+from oscar_mm.apps.demo.hands_free import MARKUP, SCRIPT, TOLD_SCRIPT
 from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, format_label
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
-from oscar_mm.apps.demo.visitor_input import AS_PRESET, MAX_CHARACTERS, MAX_NEW_TOKENS, WIDTHS
+from oscar_mm.apps.demo.visitor_input import (
+    AS_PRESET,
+    MAX_CHARACTERS,
+    MAX_NEW_TOKENS,
+    WIDTHS,
+    stored_bytes,
+)
 from oscar_mm.media.kinds import SUFFIXES
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
@@ -187,6 +193,7 @@ def _talk_parts(handlers: Handlers) -> dict[str, Any]:
     """Add a microphone for spoken questions, and a player if the model speaks."""
     speaks = handlers.sessions.pipe.family.talker is not None
     with gr.Accordion("Talk", open=False, elem_id="aloud"):
+        hands = _HTML(MARKUP, js_on_load=SCRIPT, elem_id="hands")
         microphone = gr.Audio(
             label="Ask aloud: the answer begins when you stop the recording",
             sources=["microphone"],
@@ -201,7 +208,7 @@ def _talk_parts(handlers: Handlers) -> dict[str, Any]:
             waveform_options=gr.WaveformOptions(show_recording_waveform=False),
             elem_id="spoken",
         )
-    return {"microphone": microphone, "spoken": spoken}
+    return {"hands": hands, "microphone": microphone, "spoken": spoken}
 
 
 def _limits_of(sessions: Sessions) -> str:
@@ -367,6 +374,16 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
             [*all_outputs, microphone, spoken],
             **answer,
         )
+        told = gr.Textbox(label="Heard", visible="hidden")
+        hands = parts["hands"]
+        heard = hands.input(handlers.hear, None, told, **private)
+        heard.success(None, told, None, js=TOLD_SCRIPT, **private)
+        hands.submit(
+            handlers.answer_heard,
+            [*options, *scenario],
+            [*all_outputs, microphone, spoken],
+            **answer,
+        )
     for button, example in parts["examples"]:
         begun = button.click(handlers.begin_example(example), scenario, moved, **private)
         begun.success(
@@ -515,12 +532,3 @@ class Isolation:
             await self.app(scope, counted, send)
         finally:
             del self._coming[upload]
-
-
-def stored_bytes(folder: Path) -> int:
-    """Return the total size in bytes of the files in a folder tree, ignoring files that vanish."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size
-    return total

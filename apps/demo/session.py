@@ -30,6 +30,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.policy import KVPolicy
 
 if TYPE_CHECKING:
+    from oscar_mm.apps.demo.hands_free import Ears
     from oscar_mm.apps.demo.sessions import Sessions
     from oscar_mm.inspect.inspection import Inspection
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -57,6 +58,7 @@ class Session:
         active: exchange whose answer is being generated, or None.
         baseline_exchange: exchange that is being answered with the 16-bit cache, or None.
         name: title that the visitor gave the conversation, or "".
+        ears: what the visitor says hands-free; None before.
         last_active: ``time.monotonic()`` of the visitor's last action.
         is_unsaved: whether the conversation has changed since it was written to, or read from, the
             conversation folder.
@@ -72,6 +74,7 @@ class Session:
         # Acquired before ``_turn``, so that questions wait while the conversation is being written.
         self._writing, self.is_unsaved = threading.Lock(), False
         self.name = ""
+        self.ears: Ears | None = None
         self._begin(settings or sessions.settings)
 
     def _begin(self, settings: SessionSettings) -> None:
@@ -284,6 +287,11 @@ class Session:
         self._stop.set()
         for chat in self._chats:
             chat.chat.stop()
+
+    def wait_for_the_end(self) -> None:
+        """Wait until no answer is running, for a bounded time."""
+        if self._turn.acquire(timeout=_PATIENCE_S):
+            self._turn.release()
 
     def begin(self, settings: SessionSettings | None = None) -> None:
         """Begin a new conversation."""

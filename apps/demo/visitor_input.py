@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,15 @@ def place_files(text: str, names: Sequence[str]) -> list[str | int]:
             found.append(part)
     stripped = (part.strip() if isinstance(part, str) else part for part in found)
     return [*left, *(part for part in stripped if part != "")]
+
+
+def stored_bytes(folder: Path) -> int:
+    """Return the total size in bytes of the files in a folder tree, ignoring files that vanish."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 @dataclass(frozen=True)

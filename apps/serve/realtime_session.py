@@ -50,7 +50,7 @@ from oscar_mm.apps.serve.realtime_events import (
 )
 from oscar_mm.apps.serve.refusals import ClientGone, Refusal, as_refusals
 from oscar_mm.apps.serve.spoken import checked_speaker, pcm16
-from oscar_mm.apps.serve.turn_detection import Began, Ended, SpeechDetector
+from oscar_mm.apps.turn_detection import Began, Ended, SpeechDetector
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.engine.answer import Answer, AnswerStream

@@ -69,6 +69,7 @@ class Browser:
         size: of the window, in pixels.
         dark: whether the system prefers dark pages.
         downloads: where files go.
+        heard: WAV file that the microphone hears once; by default it beeps.
     """
 
     def __init__(
@@ -78,12 +79,15 @@ class Browser:
         *,
         dark: bool = False,
         downloads: Path | None = None,
+        heard: Path | None = None,
     ) -> None:
         chromium, driver = browsers()
         options = ChromeOptions()
         options.binary_location = chromium
         for flag in _FLAGS:
             options.add_argument(flag)
+        if heard is not None:
+            options.add_argument(f"--use-file-for-fake-audio-capture={heard}%noloop")
         if downloads is not None:
             options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})

@@ -14,8 +14,8 @@ import pytest
 from oscar_mm.apps.demo import server as server_module
 from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo import visitor_input as bounds
-from oscar_mm.apps.demo.page import stored_bytes
 from oscar_mm.apps.demo.server import RunningPage, serve_page
+from oscar_mm.apps.demo.visitor_input import stored_bytes
 from oscar_mm.apps.server_process import bind
 from oscar_mm.errors import InputError
 from tests.apps.connections import HEAD, connected, is_closed, opened, seconds_until_closed

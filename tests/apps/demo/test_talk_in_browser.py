@@ -1,16 +1,16 @@
-"""Talk in a browser, on a page of its own.
-
-Not with the other browser tests: a second page in their process disturbs the first one.
-"""
+"""Talk in a browser: push to talk, and hands-free."""
 
 import time
+import wave
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.apps.demo.server import serve_page
+from oscar_mm.apps.demo.server import RunningPage, serve_page
 from oscar_mm.apps.server_process import bind
+from oscar_mm.models import SAMPLES
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from tests.apps.demo.conftest import COMPACT
 from tests.pipelines.conftest import NEVER
@@ -27,15 +27,18 @@ pytestmark = [
 ]
 
 
-def test_a_spoken_question_is_answered_aloud(qwen3_omni_talker_folder, monkeypatch) -> None:
-    """The answer is played, its text is shown, and the memory of both questions."""
+@pytest.fixture
+def served(qwen3_omni_talker_folder, monkeypatch) -> Iterator[RunningPage]:
     monkeypatch.setattr(Qwen3OmniTalker, "max_frames", 12)
     pipe = OscarOmniPipeline(qwen3_omni_talker_folder, policy=COMPACT.policy, device="cpu")
     pipe.model.generation_config.eos_token_id = NEVER
-    with (
-        serve_page(pipe, COMPACT, bind("127.0.0.1", 0)) as served,
-        closing(Browser(served.address)) as browser,
-    ):
+    with serve_page(pipe, COMPACT, bind("127.0.0.1", 0)) as made:
+        yield made
+
+
+def test_a_spoken_question_is_answered_aloud(served) -> None:
+    """The answer is played, its text is shown, and the memory of both questions."""
+    with closing(Browser(served.address)) as browser:
         set_length(browser, 9)
         browser.press("Talk")
         for turn in (1, 2):
@@ -54,4 +57,35 @@ def test_a_spoken_question_is_answered_aloud(qwen3_omni_talker_folder, monkeypat
         assert session.conversation.memory.tokens["speech"] > 26
         assert held(browser) != "0 B"
         # gradio's recorder reads a value that svelte has already dropped.
+        assert all("derived_inert" in complaint for complaint in browser.complaints())
+
+
+def test_a_question_is_asked_hands_free(served, tmp_path) -> None:
+    """The server finds two questions in what the microphone hears, and their answers are played."""
+    heard = tmp_path / "heard.wav"
+    with wave.open(str(SAMPLES / "clips" / "01.wav")) as clip, wave.open(str(heard), "wb") as file:
+        file.setparams(clip.getparams())
+        question, rate = clip.readframes(clip.getnframes()), clip.getframerate()
+        for pause_s in (1, 12):
+            file.writeframes(bytes(2 * rate * pause_s))
+            file.writeframes(question)
+        file.writeframes(bytes(2 * rate * 4))
+    with closing(Browser(served.address, heard=heard)) as browser:
+        set_length(browser, 9)
+        browser.press("Talk")
+        browser.press("Hands-free")
+        state = "return document.querySelector('#hands output').textContent"
+        level = "return document.querySelector('#hands meter').value"
+        browser.wait(lambda: browser.run(state) == "You speak …", "the visitor's voice")
+        assert browser.run(level) > 0.02
+        browser.wait(lambda: len(browser.all("#history .said")) == 1, "the first answer")
+        player = "const player = document.querySelector('#spoken audio'); return player?."
+        browser.wait(lambda: browser.run(player + "currentTime"), "the speech")
+        browser.wait(lambda: len(browser.all("#history .said")) == 2, "the second answer")
+        session = newest(served)
+        assert [len(one.previews) for one in session.turns] == [1, 1]
+        assert session.conversation.memory.tokens["speech"] > 26
+        browser.press("Hands-free")
+        assert browser.run(level) == 0
+        browser.wait(lambda: browser.run(state) == "", "the end")
         assert all("derived_inert" in complaint for complaint in browser.complaints())
