@@ -231,11 +231,13 @@ def test_unknown_device_and_dtype(option: str, model, picture, capsys) -> None:
 def test_bundled_models_by_default(picture, tmp_path, capsys) -> None:
     sound = write_sound(tmp_path / "voice.webm", tone(1))
     asked = ["--prompt", "What is it?", "--device", "cpu", "--max-new-tokens", "2", "--json"]
-    for media, name in ((picture, "pocket-vl"), (str(sound), "pocket-omni")):
+    for media, name, size in ((picture, "pocket-vl", 5), (str(sound), "pocket-omni", 9)):
         assert run(["ask", media, *asked]) == 0
         captured = capsys.readouterr()
         assert json.loads(captured.out)["token_ids"]
-        said = f"no --model given, so this is {name}, 5M parameters, a bundled demo model that "
+        said = (
+            f"no --model given, so this is {name}, {size}M parameters, a bundled demo model that "
+        )
         assert captured.err == f"oscar-mm: {said}{BUNDLED[name]}; it knows nothing else\n"
         assert run(["ask", media, *asked, "--model", name]) == 0
         assert capsys.readouterr().err == ""

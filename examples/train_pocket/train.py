@@ -88,7 +88,8 @@ class Run:
         if options.start is not None:
             # from_pretrained maps names in the file to names in the model, which may differ.
             trained = type(self.pocket.model).from_pretrained(options.start)
-            self.pocket.model.load_state_dict(trained.float().state_dict())
+            thinker = getattr(trained, "thinker", trained)  # A voice is not trained here.
+            self.pocket.generator.load_state_dict(thinker.float().state_dict())
         audio = RECIPES[options.name].clips > 0
         self.atlases = load_atlases(options.atlases, device, audio)
         self.pocket.model.to(device)

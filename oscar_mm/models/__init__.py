@@ -21,7 +21,7 @@ from oscar_mm.models.released import RELEASED
 BUNDLED = {
     "pocket-vl": "reads printed codes, short receipts and coloured shapes",
     "pocket-llava": "reads printed codes and short receipts",
-    "pocket-omni": "recognizes spoken digits and some words, reads codes, receipts and shapes",
+    "pocket-omni": "recognizes and speaks digits and some words, reads codes, receipts and shapes",
 }
 """Name -> abilities of each bundled model: a Qwen3-VL, a LLaVA-v1.6 and a Qwen3-Omni."""
 SAMPLES = Path(__file__).parents[1] / "samples"

@@ -50,13 +50,12 @@ def test_tables_and_files(qwen3_vl_folder, pictures, tmp_path, capsys) -> None:
 
 def test_a_bundled_model_by_default(pictures, tmp_path, capsys) -> None:
     sound = write_sound(tmp_path / "sound.wav", tone(1.0))
-    for media, name in ((pictures[:1], "pocket-vl"), ([str(sound)], "pocket-omni")):
+    asked = (pictures[:1], "pocket-vl, 5M"), ([str(sound)], "pocket-omni, 9M")
+    for media, name in asked:
         assert run(["inspect", *media, "--device", "cpu", "--prompt", "What is the code?"]) == 0
         captured = capsys.readouterr()
         assert "By layer" in captured.out
-        assert captured.err.startswith(
-            f"oscar-mm: no --model given, so this is {name}, 5M parameters"
-        )
+        assert captured.err.startswith(f"oscar-mm: no --model given, so this is {name} parameters")
 
 
 def test_media_of_all_kinds_without_files(

@@ -59,7 +59,7 @@ def test_sizes() -> None:
         sum(path.stat().st_size for path in bundled(name).iterdir() if path.is_file())
         for name in CLASSES
     ]
-    assert max(sizes) < 12 * MB and sum(sizes) < 30 * MB
+    assert max(sizes) < 18 * MB and sum(sizes) < 38 * MB
 
 
 @pytest.mark.parametrize("name", CLASSES)
