@@ -266,10 +266,13 @@ def test_a_conversation_goes_on_after_a_restart(pipe, uploads, tmp_path) -> None
 
 
 def test_a_page_that_ends_leaves_an_earlier_one_its_files(pipe, served, client, uploads) -> None:
+    """Gradio shows the files of a message again only if they are in its folder."""
     with serve_page(pipe, COMPACT, bind("127.0.0.1", 0)):
         pass
-    message = {"text": "What?", "files": [upload(client, uploads / "0.png")]}
-    assert call(client, served, "ask", [message, 0, 9, *WHERE], "s8")[-1]["success"]
+    message = {"text": "What?", "files": [upload(client, uploads / "broken.png")]}
+    sent = call(client, served, "ask", [message, 0, 9, *WHERE], "s8")
+    assert sent[-1]["success"] and "broken.png" in json.dumps(sent[-1]["output"]["data"][-1])
+    assert os.environ["GRADIO_TEMP_DIR"] == str(served.sessions.folders[0])
 
 
 BEATS = b"GET /gradio_api/heartbeat/s1 HTTP/1.1\r\nHost: localhost\r\n\r\n"
