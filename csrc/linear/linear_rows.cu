@@ -30,7 +30,7 @@
 // INT4), USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
-#include "common/mma.cuh"
+#include "common/factors.cuh"
 #include "common/overlap.cuh"
 #include "experts/groups.cuh"
 #include "linear/matrices.cuh"
@@ -350,44 +350,6 @@ struct RowScales {
   }
 };
 
-// Conversion of a unit's elements of a row of x to factors: halves, times a power of two with which
-// the largest is about 2^14. Elements smaller by more than 2^24 lose bits; infinities and NaN
-// remain. With INT4, factors of odd pairs are 16 times as small.
-struct Conversion {
-  using Pair = typename Format<ELEMENT>::Pair;
-  static constexpr uint32_t BIAS = Format<ELEMENT>::BIAS, MANTISSA = Format<ELEMENT>::MANTISSA;
-  uint32_t exponent;  // of the power
-
-  // largest: elements that include this lane's element of the largest magnitude; LANES lanes share
-  // a unit.
-  template <int LANES>
-  __device__ __forceinline__ static Conversion of(uint32_t largest) {
-    uint32_t bits = max(largest & 0xffff, largest >> 16);
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2)
-      bits = max(bits, __shfl_xor_sync(~0u, bits, step));
-    return {min(2 * BIAS + 14 - (bits >> MANTISSA), Format<ELEMENT>::LARGEST)};
-  }
-
-  __device__ __forceinline__ static uint32_t larger(uint32_t x, uint32_t y) {
-    return bits_as<uint32_t>(__hmax2(__habs2(bits_as<Pair>(x)), __habs2(bits_as<Pair>(y))));
-  }
-
-  __device__ __forceinline__ uint32_t factors(uint32_t pair, bool odd) const {
-    const uint32_t power = exponent - (WEIGHT_BITS == 4 && odd ? 4 : 0);
-    const uint32_t both = power * (0x00010001 << MANTISSA);
-    const uint32_t scaled = bits_as<uint32_t>(__hmul2(bits_as<Pair>(pair), bits_as<Pair>(both)));
-    if (Format<ELEMENT>::HALF) return scaled;
-    const float2 two = unpacked(scaled, ELEMENT());
-    return packed(two.x, two.y, __half());
-  }
-
-  // Return the number by which products must be multiplied.
-  __device__ __forceinline__ float undo() const {
-    return __uint_as_float((127 + BIAS - exponent) << 23);
-  }
-};
-
 // Convert a unit's elements of a column of x, which four lanes share, to factors. `undo`: the
 // numbers by which this lane's columns of products must be multiplied.
 __device__ __forceinline__ void to_factors(uint32_t (&x)[UNIT / 8], float (&undo)[2], int lane) {
@@ -499,16 +461,6 @@ struct Resident {
     *place(at, width) = {conversion.factors(x.x, false), conversion.factors(x.y, true)};
     if (lane % LANES == 0) undo[at / UNIT + lane / LANES] = conversion.undo();
   }
-
-  __device__ __forceinline__ static float squared(uint32_t pair) {
-    const float2 two = unpacked(pair, ELEMENT());
-    return fmaf(two.x, two.x, two.y * two.y);
-  }
-
-  __device__ __forceinline__ static uint32_t normed(uint32_t x, uint32_t by, float scale) {
-    const float2 two = unpacked(x, ELEMENT()), other = unpacked(by, ELEMENT());
-    return packed(rounded(two.x * scale) * other.x, rounded(two.y * scale) * other.y, ELEMENT());
-  }
 };
 #endif
 
@@ -537,13 +489,8 @@ struct Factors {
 };
 
 #if WEIGHT_BITS == 4
-// A code is a half's last bits, or those four bits further left: as a half, 2^-24 of it, or 2^-20.
+// What halves_of_word returns for eight codes that are 1.
 constexpr uint4 ONES = {0x00010001, 0x00100010, 0x00010001, 0x00100010};
-
-__device__ __forceinline__ uint4 halves_of_word(uint32_t word) {
-  const uint32_t next = word >> 8;
-  return {word & 0x000f000f, word & 0x00f000f0, next & 0x000f000f, next & 0x00f000f0};
-}
 
 // Codes are of two steps.
 __device__ __forceinline__ Factors factors_of(const uint4& codes, int step) {

@@ -31,13 +31,10 @@ from oscar_mm.fast_decode.gate import gate_
 from oscar_mm.fast_decode.linear import (
     AT_ONCE,
     MAX_ROWS,
-    PIECE_BYTES,
-    WARPS,
     Launch,
     RowsParams,
     RowsSpecialization,
     Tiling,
-    depth_for,
     linear,
     tiling_for,
 )
@@ -77,9 +74,12 @@ ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
 _MOST_COLUMNS = 32
 """Maximum number of rows of a group. With so many rows, a warp multiplies at most 64 elements of
 INT4 weights at a time, because the elements of x take registers."""
-_EARLY = 2
-"""Pieces that the second kernel loads without waiting for the first. With one, steps take 1%
-longer; with three, as long as with two (30B-A3B after 32K tokens, H100)."""
+FEW_THREADS, PIECE = 512, 128
+"""Threads per block of the kernels for a few rows, and columns of their pieces of weights."""
+_DEPTHS = {16: 2, 8: 4, 4: 6}
+"""Pieces that a warp of these kernels loads ahead, by bits of a weight."""
+_RECORD_BYTES = (16 + 1) * 4
+"""Shared memory of the sums of a piece."""
 _checker = ArgumentChecker("mixture")
 
 
@@ -88,7 +88,7 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         *pointers("x", "norm", "logits", "weights", "scales", "zeros", "residual", "output"),
-        *ints("total", "width", "shift"),
+        *ints("shift"),
         ("epsilon", ctypes.c_float),
     )
 
@@ -102,35 +102,36 @@ class Specialization(NamedTuple):
     between: int
     weights: WeightFormat = UNQUANTIZED
 
-    def macros(self, down: bool, limit: int, tma: bool) -> Macros:
+    @property
+    def depth(self) -> int:
+        """Pieces of weights that a warp loads ahead; each has more scales if groups are small."""
+        bits, _, group = self.weights
+        return _DEPTHS[bits] if bits != 4 or group >= PIECE else 2
+
+    def macros(self, down: bool) -> Macros:
         """Return the macros for csrc/experts/experts.cu.
 
         Args:
             down: whether the macros are for the second kernel.
-            limit: maximum shared memory per thread block, in bytes.
-            tma: whether to copy by TMA.
         """
-        width, bits = self.between if down else self.width, self.weights.weight_bits
-        # The kernel multiplies 256 elements at a time, 512 in FP8, and 1,024 in INT4.
-        at_once = AT_ONCE * 16 // bits
-        piece = min(PIECE_BYTES * 8 // bits, -(-width // at_once) * at_once)
-        # Pieces of INT4 have half the bytes.
-        depth = depth_for(limit) * (2 if bits == 4 else 1)
-        pieces = {"WARPS": WARPS, "DEPTH": depth, "EARLY": _EARLY, "PIECE": piece}
-        made = {"ROWS": self.rows, "DOWN": down, "USE_TMA": tma}
-        formats = {"WEIGHT_BITS": bits, "FLOAT_SCALES": self.weights.float_scales}
-        return macros_of(self.choice, **made, **formats, **pieces)
+        sizes = (self.between, self.width) if down else (self.width, self.between)
+        more = {"ROWS": self.rows, "DOWN": down, "WIDTH": sizes[0], "OUTPUTS": sizes[1]}
+        return macros_of(self.choice, **more, DEPTH=self.depth) | macros_of(self.weights)
 
-    def shared_bytes(self, macros: Macros) -> int:
-        """Return the shared memory per thread block in bytes, which stores the pieces, the rows of
-        x and the norm's weight."""
-        bits = self.weights.weight_bits
-        pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"]) * bits // 8
-        down = macros["DOWN"]
-        elements = self.rows * (self.choice.chosen * self.between if down else self.width)
-        # In INT4, each block of 32 elements takes 8 more bytes.
-        blocks = elements // 4 if bits == 4 else 0
-        return pieces + 2 * (elements if down else elements + self.width) + blocks
+    def shared_bytes(self, down: bool, blocks: int) -> int:
+        """Return the shared memory per thread block in bytes: rows of x, what their products need
+        besides, and sums of pieces.
+
+        Args:
+            down: whether this is about the second kernel.
+            blocks: number of thread blocks.
+        """
+        chosen = self.choice.chosen
+        pieces = (chosen * self.between if down else self.width) // PIECE
+        tiles = self.rows * (self.width // 16 if down else chosen * self.between // 8)
+        groups = PIECE // self.weights.group_columns if self.weights.weight_bits == 4 else 1
+        of_x = self.rows * pieces * (2 * PIECE + 4 * (1 + groups))
+        return of_x + -(-tiles // blocks) * pieces * _RECORD_BYTES
 
 
 class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=0.02):
@@ -138,12 +139,12 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
-        limit, self._blocks = shared_limit(device), multiprocessors(device)
+        self._blocks = multiprocessors(device)
         self._kernels: list[tuple[Kernel, int]] = []
         for down in (False, True):
-            macros = specialization.macros(down, limit, uses_tma(device))
-            shared = max(specialization.shared_bytes(macros), exclusive_shared_bytes(device))
-            kernel = self._load("experts/experts.cu", macros)
+            needed = specialization.shared_bytes(down, self._blocks)
+            shared = max(needed, exclusive_shared_bytes(device))
+            kernel = self._load("experts/experts.cu", specialization.macros(down))
             if shared > kernel.shared_limit:
                 chosen = specialization.choice.chosen
                 raise KernelError(
@@ -155,7 +156,7 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
         x, weight, epsilon, router, gate_and_up, down, _, _, scales, zeros = arguments
-        choice, rows, wide, narrow, _ = self.specialization
+        choice, rows, _, narrow, _ = self.specialization
         (into, out_of), (zeros_in, zeros_out) = scales or (None, None), zeros or (None, None)
         inner, outer = map(_shift, arguments.experts.matrices) if scales else (0, 0)
         logits = linear(x, [router], norm=Norm(weight, epsilon))
@@ -163,15 +164,15 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
         output = arguments.result()
         inward = Params(
             *addresses(x, weight, logits, gate_and_up, into, zeros_in, None, between),
-            *(narrow, wide, inner, epsilon),
+            *(inner, epsilon),
         )
         outward = Params(
             *addresses(between, None, logits, down, out_of, zeros_out, x, output),
-            *(wide, narrow, outer, 0.0),
+            *(outer, 0.0),
         )
         stream = current_stream(x.device)
         for (kernel, shared), params in zip(self._kernels, (inward, outward), strict=True):
-            grid, block = (self._blocks, 1, 1), (WARPS * 32, 1, 1)
+            grid, block = (self._blocks, 1, 1), (FEW_THREADS, 1, 1)
             kernel.launch(grid, block, shared, params, stream, dependent=True)
         return output
 

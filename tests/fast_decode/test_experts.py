@@ -11,7 +11,9 @@ import torch
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.fast_decode.experts import (
     COMBINE_THREADS,
+    FEW_THREADS,
     MAX_GROUPED,
+    PIECE,
     PROMPT_THREADS,
     ROUTE_THREADS,
     CombineParams,
@@ -72,13 +74,15 @@ def test_as_transformers(dtype: torch.dtype) -> None:
 def test_compiles(arch: str, down: bool, weights: WeightFormat) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "experts/experts.cu").read_text() + same_struct(Params)
+    text += f"static_assert(THREADS == {FEW_THREADS} && PIECE == {PIECE});\n"
     for specialization in (one._replace(weights=weights) for one in (QWEN3_OMNI, OTHERS[1])):
-        limit = (227 if arch != "sm_120" else 99) << 10
-        macros = specialization.macros(down, limit, arch != "sm_80")
-        assert 0 < macros["EARLY"] <= macros["DEPTH"] <= 32
-        if specialization.rows == 1:
-            assert specialization.shared_bytes(macros) <= limit
-        report = compile_once("experts/experts.cu", text, arch, macros)["experts"]
+        # What the kernel stores there, in bytes; a multiprocessor of 24 has the most tiles.
+        own = "(ROWS * PIECES * (PIECE * 2 + sizeof(PieceOfX)) + (ALL + 23) / 24 * PIECES * RECORD * 4)"
+        shared = specialization.shared_bytes(down, 24)
+        assert shared <= 99 << 10
+        macros = specialization.macros(down)
+        checked = f"{text}static_assert({own} == {shared});\n"
+        report = compile_once("experts/experts.cu", checked, arch, macros)["experts"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
