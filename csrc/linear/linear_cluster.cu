@@ -55,13 +55,13 @@ static_assert(TILE % (GRAIN * SIDES) == 0 && SPAN % W_PANEL == 0 && SHARE % 8 ==
 
 struct Params {
   TensorMap x;           // (rows, width), in boxes of COLUMNS x PANEL
-  TensorMap weights[3];  // in boxes of GRAIN x W_PANEL; INT4: of words
+  TensorMap weights[MATRICES];  // in boxes of GRAIN x W_PANEL; INT4: of words
   Matrices matrices;
   int rows;          // at most COLUMNS
   int share, extra;  // grains of a cluster; number of clusters that have one more
   int step;          // grains of a sweep, at most OUTPUTS / GRAIN
   int depth;         // stages, more than GRANTS
-  int unused[5];
+  int unused[11];
 };
 
 // Outputs of one matrix whose weights are copied together.
@@ -73,7 +73,7 @@ struct Grain {
       : row(grain * GRAIN), output(row) {
     if (GATED) return;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < MATRICES - 1; ++i) {
       const int rows = (matrices.outputs[i] + GRAIN - 1) / GRAIN * GRAIN;
       if (matrix == i && row >= rows) row -= rows, output += matrices.outputs[i] - rows, ++matrix;
     }

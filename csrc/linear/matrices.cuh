@@ -8,19 +8,21 @@
 #include "common/weights.cuh"
 
 constexpr int SIDES = GATED ? 2 : 1;  // rows of weights per output
+constexpr int MATRICES = 4;           // at most
 
 struct Matrices {
-  const WEIGHT* weights[3];   // (outputs[i], width)
-  const SCALE* scales[3];     // FP8: (outputs[i] >> shifts[i], width / 128), rounded up;
-                              // INT4: (outputs[i], width >> group_shift), at least one
-  const uint8_t* zeros[3];    // INT4: like the scales
-  const ELEMENT* biases[3];   // (outputs[i]), or null
-  const ELEMENT* residual;    // (rows, total) to be added, or null
-  ELEMENT* output;            // (rows, total)
-  int outputs[3];
-  int shifts[3];              // FP8: log2 of the rows of a scale
+  const WEIGHT* weights[MATRICES];   // (outputs[i], width)
+  const SCALE* scales[MATRICES];     // FP8: (outputs[i] >> shifts[i], width / 128), rounded up;
+                                     // INT4: (outputs[i], width >> group_shift), at least one
+  const uint8_t* zeros[MATRICES];    // INT4: like the scales
+  const ELEMENT* biases[MATRICES];   // (outputs[i]), or null
+  const ELEMENT* residual;           // (rows, total) to be added, or null
+  ELEMENT* output;                   // (rows, total)
+  int outputs[MATRICES];
+  int shifts[MATRICES];              // FP8: log2 of the rows of a scale
   int total, width;
-  int group_shift;            // INT4: log2 of the columns of a group; 31: as wide as the matrix
+  int group_shift;                   // INT4: log2 of the columns of a group; 31: as wide as the
+                                     // matrix
 };
 
 // Matrix and row of an output's weights.
@@ -31,7 +33,7 @@ struct WeightRow {
       : matrix(side), row(output) {
     if (GATED) return;
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < MATRICES - 1; ++i)
       if (matrix == i && row >= matrices.outputs[i]) row -= matrices.outputs[i], ++matrix;
   }
 

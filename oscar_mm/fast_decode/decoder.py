@@ -36,9 +36,10 @@ from oscar_mm.fast_decode.hybrid_layers import (
     has_hybrid_parts,
     hybrid_launches,
     is_hybrid,
+    weight_bits,
 )
 from oscar_mm.fast_decode.layers import FastLayer, Product, is_sharded, norm_of
-from oscar_mm.fast_decode.low_rank import base_of, computes_as_known, is_lora
+from oscar_mm.fast_decode.low_rank import computes_as_known, is_lora
 from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
 from oscar_mm.modules import devices, modules_of, run_as_written
 
@@ -125,8 +126,7 @@ def _is_quantized_as_known(layer: Any) -> bool:
     gate_and_up = (mlp.gate_proj, mlp.up_proj) if hasattr(mlp, "gate_proj") else ()
     own = [one for one in modules_of(layer) if isinstance(one, QuantizedLinear)]
     return all(one.permutation is None for one in own) and all(
-        len({one.matrix.bits if one in own else 16 for one in map(base_of, launch)}) <= 1
-        for launch in (*projections, gate_and_up)
+        len(set(map(weight_bits, launch))) <= 1 for launch in (*projections, gate_and_up)
     )
 
 

@@ -18,6 +18,8 @@ from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.delta import DeltaArguments, DeltaShape, Parts, delta
 from oscar_mm.fast_decode.layers import FastLayer, FeedForward, Product, norm_of
 from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.low_rank import base_of
+from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
 from oscar_mm.fast_decode.rope import rope_
 
 HYBRID_LAYERS = {"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer", "Qwen3NextDecoderLayer"}
@@ -40,10 +42,27 @@ def has_hybrid_parts(layer: Any) -> bool:
 
 
 def hybrid_launches(layer: Any) -> tuple[tuple[Any, ...], ...]:
-    """Return the projections of each launch before attention or Gated DeltaNet."""
+    """Return the projections of each launch before attention or Gated DeltaNet.
+
+    Gated DeltaNet has one launch if all weights have the same format, otherwise one for ``mixed``
+    and one for ``gates``, see ``DeltaArguments``.
+    """
     mixer = getattr(layer, "linear_attn", None)
     if mixer is None:
         return ((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),)
+    mixed, gates = _projections_of(mixer)
+    together = mixed + gates
+    return (together,) if len(set(map(weight_bits, together))) == 1 else (mixed, gates)
+
+
+def weight_bits(module: Any) -> int:
+    """Return the bits of a linear module's weights, 16 unless they are quantized by us."""
+    base = base_of(module)
+    return base.matrix.bits if isinstance(base, QuantizedLinear) else 16
+
+
+def _projections_of(mixer: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the projections to ``mixed`` and to ``gates``."""
     if hasattr(mixer, "in_proj_qkvz"):
         return (mixer.in_proj_qkvz,), (mixer.in_proj_ba,)
     return (mixer.in_proj_qkv, mixer.in_proj_z), (mixer.in_proj_b, mixer.in_proj_a)
@@ -59,7 +78,8 @@ class DeltaLayer(FeedForward):
     """Addresses of the states of the rows."""
     mixer_norm: Norm | CenteredNorm
     mixed: Product
-    gates: Product
+    """Projections to ``mixed``, and to ``gates`` unless there is a second launch."""
+    gates: Product | None
     convolution: torch.Tensor
     mixer: Any
     shape: DeltaShape
@@ -74,18 +94,20 @@ class DeltaLayer(FeedForward):
             layer.linear_attn,
             partial(Product.of, dtype=layer.input_layernorm.weight.dtype),
         )
-        mixed, gates = hybrid_launches(layer)
+        mixed, *gates = hybrid_launches(layer)
         shape = DeltaShape(mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
         return cls(
             index=mixer.layer_idx,
             table=table,
             mixer_norm=norm_of(layer.input_layernorm),
             mixed=product(*mixed),
-            gates=product(*gates),
+            gates=product(*gates[0]) if gates else None,
             convolution=mixer.conv1d.weight.squeeze(1),
             mixer=mixer,
             shape=shape,
-            parts_of_heads=shape.one_after_the_other if len(mixed) > 1 else shape.by_key_head,
+            parts_of_heads=(
+                shape.by_key_head if hasattr(mixer, "in_proj_qkvz") else shape.one_after_the_other
+            ),
             output=product(mixer.out_proj),
             **cls.parts(layer),
         )
@@ -95,10 +117,15 @@ class DeltaLayer(FeedForward):
     ) -> torch.Tensor:
         """Run the layer on one token per row, (rows, hidden size)."""
         x = self.mixer_norm.at_once(rows)
-        mixer, norm = self.mixer, self.mixer.norm
+        mixer, norm, mixed = self.mixer, self.mixer.norm, self.mixed(x)
+        if self.gates is not None:
+            gates = self.gates(x)
+        else:
+            count = 2 * self.shape.value_heads
+            mixed, gates = mixed[:, :-count], mixed[:, -count:]
         found = delta(
             DeltaArguments(
-                *(self.mixed(x), self.gates(x), self.table.of(self.index), self.convolution),
+                *(mixed, gates, self.table.of(self.index), self.convolution),
                 *(mixer.A_log, mixer.dt_bias, norm.weight, norm.variance_epsilon),
                 *(self.shape, self.parts_of_heads),
             )

@@ -25,6 +25,7 @@ from oscar_mm.fast_decode.linear_cluster import (
 )
 from oscar_mm.fast_decode.linear_params import (
     LARGEST_GROUP,
+    MAX_MATRICES,
     NORM_SOURCE,
     UNQUANTIZED,
     WIDEST_NORM,
@@ -95,7 +96,7 @@ def linear(
     scales: Sequence[torch.Tensor] = (),
     zeros: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Multiply rows by one to three matrices: the operation ``linear`` without its checks.
+    """Multiply rows by one to four matrices: the operation ``linear`` without its checks.
 
     Args:
         x, weights, biases, norm, residual, gated, scales, zeros: see ``LinearArguments``; no biases
@@ -236,7 +237,7 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
     ) -> float:
         """Return the largest relative error of a row."""
         rows, gated, dtype, bits = specialization
-        many = (3000, 3000) if gated else (3000, 7, 31)
+        many = (3000, 3000) if gated else (3000, 7, 31, 5)
         problems = (rows, 256, (5, 5)), (rows, specialization.piece + 768, many)
         return worst_error(kernel, gated, dtype, device, problems, WeightFormat(bits))
 
@@ -453,7 +454,7 @@ class LinearRowsKernel(
         more = 64 if weights.weight_bits == 16 else LARGEST_GROUP
         problems = (
             (1 if resident else columns - 3, 256, (5, 5)),
-            (rows, 4096 + more, (3000, 3000) if gated else (3000, 7, 31)),
+            (rows, 4096 + more, (3000, 3000) if gated else (3000, 7, 31, 5)),
             (rows - 1, 256, (many, many)),
         )
         return worst_error(kernel, gated, dtype, device, problems, weights)
@@ -494,9 +495,9 @@ def _check(arguments: LinearArguments) -> None:
     rows, width = x.shape
     if gated and len(weights) != 2:
         _checker.refuse("weights", f"{len(weights)} matrices", "2 with a gate")
-    if not 1 <= len(weights) <= 3 or len(biases) != len(weights):
+    if not 1 <= len(weights) <= MAX_MATRICES or len(biases) != len(weights):
         found = f"{len(weights)} matrices with {len(biases)} biases"
-        _checker.refuse("weights", found, "1 to 3, with as many biases")
+        _checker.refuse("weights", found, f"1 to {MAX_MATRICES}, with as many biases")
     stored, columns = _check_formats(arguments)
     for weight, bias in zip(weights, biases, strict=True):
         check("weights", weight, ("outputs", columns), stored, device)

@@ -13,6 +13,7 @@ import torch
 
 from oscar_mm.fast_decode.linear_params import (
     LARGEST_GROUP,
+    MAX_MATRICES,
     NORM_SOURCE,
     UNQUANTIZED,
     WIDEST_NORM,
@@ -52,10 +53,10 @@ class ClusterParams(ctypes.Structure):
 
     _fields_ = (
         ("x", TensorMap),
-        ("weights", TensorMap * 3),
+        ("weights", TensorMap * MAX_MATRICES),
         ("matrices", Matrices),
         *ints("rows", "share", "extra", "step", "depth"),
-        ("unused", ctypes.c_int * 5),
+        ("unused", ctypes.c_int * 11),
     )
 
 
@@ -229,7 +230,7 @@ class LinearClusterKernel(
         depth = tiling.depth(made, kernel.shared_limit)
         params = ClusterParams(
             tensor_map(x, made.columns),
-            (TensorMap * 3)(*[tensor_map(weight, grain) for weight in weights]),
+            (TensorMap * MAX_MATRICES)(*[tensor_map(weight, grain) for weight in weights]),
             Matrices.of(arguments, output),
             *(len(x), cut.share, cut.extra, cut.step, depth),
         )
@@ -254,7 +255,7 @@ class LinearClusterKernel(
         more = LARGEST_GROUP if weights.weight_bits == 4 else 32
         problems = (
             (columns - 3, 256, (50, 50)),
-            (columns, 4096 + more, (3000, 3000) if gated else (3000, 7, 31)),
+            (columns, 4096 + more, (3000, 3000) if gated else (3000, 7, 31, 5)),
             (columns - 15, 1024, (9000, 9000) if gated else (5000, 1001)),
             (columns - 1, 256, (many, many)),
         )

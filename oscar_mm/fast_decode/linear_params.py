@@ -23,8 +23,9 @@ WIDEST_NORM = 16384
 NORM_THREADS = 512
 LARGEST_GROUP = 128
 """Columns of a block of FP8 weights, and the most that a warp multiplies by one scale at a time."""
-_MAX_PARTS = 3
-_ADDRESSES, _SIZES = ctypes.c_void_p * _MAX_PARTS, ctypes.c_int * _MAX_PARTS
+MAX_MATRICES = 4
+"""Maximum number of matrices of a launch."""
+_ADDRESSES, _SIZES = ctypes.c_void_p * MAX_MATRICES, ctypes.c_int * MAX_MATRICES
 
 
 class WeightFormat(NamedTuple):

@@ -42,7 +42,7 @@ class LinearArguments(NamedTuple):
 
     Attributes:
         x: (rows, width), contiguous.
-        weights: one to three matrices, (outputs, width) each, in the dtype of x or in FP8; in INT4
+        weights: one to four matrices, (outputs, width) each, in the dtype of x or in FP8; in INT4
             (outputs, width / 8) words.
         biases: (outputs,) for each matrix, or None.
         norm: (width,): weight of an RMSNorm applied to x before the products; None for no norm.

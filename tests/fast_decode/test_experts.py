@@ -77,7 +77,8 @@ def test_compiles(arch: str, down: bool, weights: WeightFormat) -> None:
     text += f"static_assert(THREADS == {FEW_THREADS} && PIECE == {PIECE});\n"
     for specialization in (one._replace(weights=weights) for one in (QWEN3_OMNI, OTHERS[1])):
         # What the kernel stores there, in bytes; a multiprocessor of 24 has the most tiles.
-        own = "(ROWS * PIECES * (PIECE * 2 + sizeof(PieceOfX)) + (ALL + 23) / 24 * PIECES * RECORD * 4)"
+        sums = "(ALL + 23) / 24 * PIECES * RECORD * sizeof(float)"
+        own = f"ROWS * PIECES * (PIECE * 2 + sizeof(PieceOfX)) + {sums}"
         shared = specialization.shared_bytes(down, 24)
         assert shared <= 99 << 10
         macros = specialization.macros(down)

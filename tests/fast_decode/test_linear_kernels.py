@@ -52,23 +52,23 @@ def random(*shape: int, dtype: torch.dtype, beyond: int = 0) -> torch.Tensor:
 
 
 def test_matrices_are_those_of_the_tensors() -> None:
-    weights = [torch.zeros(outputs, 256) for outputs in (4, 6, 2)]
-    biases = [torch.zeros(4), None, torch.zeros(2)]
-    residual, output = torch.zeros(3, 12), torch.zeros(3, 12)
+    weights = [torch.zeros(outputs, 256) for outputs in (4, 6, 2, 1)]
+    biases = [torch.zeros(4), None, torch.zeros(2), None]
+    residual, output = torch.zeros(3, 13), torch.zeros(3, 13)
     x = torch.zeros(3, 256)
     made = Matrices.of(LinearArguments.of(x, weights, biases, residual=residual), output)
     assert list(made.weights) == [weight.data_ptr() for weight in weights]
-    assert list(made.biases) == [biases[0].data_ptr(), None, biases[2].data_ptr()]
+    assert list(made.biases) == [biases[0].data_ptr(), None, biases[2].data_ptr(), None]
     assert (made.residual, made.output) == (residual.data_ptr(), output.data_ptr())
-    assert (list(made.outputs), made.total, made.width) == ([4, 6, 2], 12, 256)
+    assert (list(made.outputs), made.total, made.width) == ([4, 6, 2, 1], 13, 256)
 
 
 def test_what_is_not_there_is_null() -> None:
     x, weights = torch.zeros(1, 256), [torch.zeros(4, 256)]
     made = Matrices.of(LinearArguments.of(x, weights), torch.zeros(1, 4))
     assert made.residual is None
-    assert list(made.weights)[1:] == [None, None] and list(made.biases) == [None] * 3
-    assert list(made.outputs) == [4, 0, 0]
+    assert list(made.weights)[1:] == [None] * 3 and list(made.biases) == [None] * 4
+    assert list(made.outputs) == [4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [3, 8, 9, 16, 17, 24])

@@ -71,7 +71,7 @@ def test_tensors_that_do_not_fit(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "argument", "value", "message"),
     [
-        ("linear", "weights", [], "weights is 0 matrices with 2 biases, must be 1 to 3"),
+        ("linear", "weights", [], "weights is 0 matrices with 2 biases, must be 1 to 4"),
         ("linear", "weights", [torch.zeros(24, 31)] * 2, r"must be of shape \(outputs, 32\)"),
         ("linear", "biases", [torch.zeros(9), None], r"biases is of shape \(9,\)"),
         ("rope", "query_heads", 6, "query_heads is 6, must be 0 to 5"),
