@@ -7,38 +7,30 @@
 // block computes them itself. The first launch cannot request weights before the router has ended,
 // and releases the second launch only then, so that the second can request weights at once.
 //
-// A thread block computes a run of tiles. A tile has 16 rows of weights: those of 16 outputs, or
-// without DOWN, eight of the gate and eight others of the same outputs. Warps take pieces of tiles
-// in turn: 16 rows of 128 columns, with DOWN of all chosen experts, one after the other. Weights go
-// from memory to registers, DEPTH pieces of a warp ahead, and from there to matrix units, as the
-// 16-row operand; the eight columns of the other operand are all the same row of x. Sums of pieces
-// are added at the end. So there are few instructions per weight, and all loads of a small launch
-// are in flight at once.
+// A thread block computes a run of tiles. A tile has eight rows of weights: those of eight outputs,
+// or without DOWN, four of the gate and four others of the same outputs. Warps take pieces of tiles
+// in turn (pieces.cuh), with DOWN of all chosen experts, one after the other, and request DEPTH of
+// them ahead. Sums of pieces are added at the end. More requests than a multiprocessor can track
+// would block its accesses to shared memory too.
 //
 // Compiled with: DOWN, CHOSEN (experts of a row, at most 32), EXPERTS (at most 65,535), NORMALIZE
-// (1: shares add up to 1), ROWS (1 to 4), WIDTH (columns of weights, a multiple of 128), OUTPUTS (of
-// a row and expert, a multiple of 16), DEPTH, and the macros of weights.cuh; GROUP_COLUMNS (INT4:
-// columns of a group: 32, 64, or 128 for larger groups too).
+// (1: shares add up to 1), ROWS (1 to 4), WIDTH (columns of weights, a multiple of 256), OUTPUTS (of
+// a row and expert, a multiple of 8), WARPS, DEPTH, and the macros of pieces.cuh.
 
-#include "common/factors.cuh"
 #include "common/overlap.cuh"
+#include "common/pieces.cuh"
 #include "experts/logits.cuh"
 
-constexpr int WARPS = 16, THREADS = WARPS * 32;
-constexpr int KEYS = (EXPERTS + 15) / 16 * 16;  // of a row
-constexpr int PIECE = 128;                      // columns
-constexpr int TILE = DOWN ? 16 : 8;             // outputs
+constexpr int THREADS = WARPS * 32;
+constexpr int KEYS = (EXPERTS + 31) / 32 * 32;  // of a row
+constexpr int TILE = DOWN ? 8 : 4;              // outputs
 constexpr int TILES = OUTPUTS / TILE;           // of an expert's matrix
 constexpr int ALL = (DOWN ? ROWS : ROWS * CHOSEN) * TILES;
 constexpr int PARTS = WIDTH / PIECE;            // pieces of a row of weights
 constexpr int PIECES = (DOWN ? CHOSEN : 1) * PARTS;  // of a tile, and of a row of x
 constexpr int RECORD = 16 + 1;                  // floats between sums of pieces: no bank conflicts
-constexpr int GROUPS = WEIGHT_BITS == 4 ? PIECE / GROUP_COLUMNS : 1;  // of a row in a piece
-// A lane loads LOADS times WORDS words of a row in a piece, each time of one group.
-constexpr int WORDS = 4 / GROUPS, LOADS = WEIGHT_BITS / WORDS;
-constexpr int EACH = WORDS * 32 / WEIGHT_BITS;  // elements of a load
-constexpr int CHUNKS = EACH / 8;                // 16 bytes of x for a load
-constexpr int X_EACH = (ROWS * PIECES + WARPS - 1) / WARPS;  // pieces of x that a warp prepares
+constexpr int X_BLOCKS = ROWS * PIECES * 2;     // of x
+constexpr int X_EACH = (X_BLOCKS + WARPS - 1) / WARPS;  // blocks that a warp prepares
 static_assert(WIDTH % PIECE == 0 && OUTPUTS % TILE == 0 && CHOSEN <= 32, "whole pieces and tiles");
 
 struct Params {
@@ -57,10 +49,8 @@ struct Params {
   float epsilon;
 };
 
-// Find the experts of all rows, largest logit first; called by all threads.
-__device__ __forceinline__ void choose(const ELEMENT* logits, uint32_t (&keys)[ROWS][KEYS],
-                                       int (&chosen)[ROWS * CHOSEN]) {
-  constexpr int LANES = 4;  // that share an expert
+// Load the keys of all rows; called by all threads.
+__device__ __forceinline__ void load_keys(const ELEMENT* logits, uint32_t (&keys)[ROWS][KEYS]) {
   const unsigned short* bits = reinterpret_cast<const unsigned short*>(logits);
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * KEYS; i += THREADS) {
@@ -69,8 +59,12 @@ __device__ __forceinline__ void choose(const ELEMENT* logits, uint32_t (&keys)[R
     keys[row][expert] =
         expert < EXPERTS ? key_of(__ldcg(bits + row * EXPERTS + expert), expert) : 0;
   }
-  __syncthreads();
-  // These are whole warps.
+}
+
+// Find the experts of all rows by their keys, largest logit first; called by all threads.
+__device__ __forceinline__ void choose(const uint32_t (&keys)[ROWS][KEYS],
+                                       int (&chosen)[ROWS * CHOSEN]) {
+  constexpr int LANES = 4;  // that share an expert; KEYS makes whole warps
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * KEYS * LANES; i += THREADS) {
     const int row = i / LANES / KEYS, expert = i / LANES % KEYS;
@@ -88,7 +82,6 @@ __device__ __forceinline__ void choose(const ELEMENT* logits, uint32_t (&keys)[R
     for (int step = 1; step < LANES; step *= 2) rank += __shfl_xor_sync(~0u, rank, step);
     if (mine != 0 && rank < CHOSEN) chosen[row * CHOSEN + rank] = expert;
   }
-  __syncthreads();
 }
 
 // Compute the shares of a row's chosen experts; called by one warp.
@@ -105,202 +98,66 @@ __device__ __forceinline__ void share(const uint32_t (&keys)[KEYS], const int* c
   if (lane < CHOSEN) shares[lane] = rounded(NORMALIZE ? mine / all : mine);
 }
 
-// Load words of weights, which are read once per step: they are evicted from L2 first.
-template <int COUNT>
-__device__ __forceinline__ void load_words(uint32_t (&words)[COUNT], const uint8_t* from,
-                                           uint64_t policy) {
-  if constexpr (COUNT == 4)
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "l"(from), "l"(policy));
-  // Other lanes' loads, or this lane's next one, are from the same 32 bytes.
-  else if constexpr (COUNT == 2)
-    asm volatile("ld.global.nc.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;"
-                 : "=r"(words[0]), "=r"(words[1])
-                 : "l"(from), "l"(policy));
-  else
-    asm volatile("ld.global.nc.L2::cache_hint.b32 %0, [%1], %2;"
-                 : "=r"(words[0])
-                 : "l"(from), "l"(policy));
-}
-
-// What products with a piece of x need besides its factors.
-struct PieceOfX {
-  float undo;            // number by which products must be multiplied
-  float totals[GROUPS];  // INT4: sums of a group's factors
-};
-
-// Pieces of x in shared memory. Lane 4 group + quad multiplies, in its load i, elements EACH (4 i +
-// quad) and following. Their 16 bytes are next to those of the other three.
-struct Pieces {
-  uint2* factors;  // of four elements; elements are not converted for weights of 16 bits
-  PieceOfX* others;
-
-  // Store a piece, of which each lane has four elements.
-  __device__ __forceinline__ void store(int piece, uint2 four, int lane) const {
-    const int chunk = lane / 2;  // of eight elements
-    const int place = (chunk / (4 * CHUNKS) * CHUNKS + chunk % CHUNKS) * 4 + chunk / CHUNKS % 4;
-#if WEIGHT_BITS != 16
-    const Conversion conversion = Conversion::of<32>(Conversion::larger(four.x, four.y));
-    four = {conversion.factors(four.x, false), conversion.factors(four.y, true)};
-    if (lane == 0) others[piece].undo = conversion.undo();
-#endif
-#if WEIGHT_BITS == 4
-    constexpr int LANES = 32 / GROUPS;
-    const float2 even = unpacked(four.x, __half()), odd = unpacked(four.y, __half());
-    float total = even.x + even.y + 16.0f * (odd.x + odd.y);
+// Request a tile's piece.
+__device__ __forceinline__ void request(Piece& target, const Params& params, const int* chosen,
+                                        int tile, int piece, uint64_t policy, int lane) {
+  const int expert = chosen[DOWN ? tile / TILES * CHOSEN + piece / PARTS : tile / TILES];
+  const int output = tile % TILES * TILE + lane / 8;
 #pragma unroll
-    for (int step = 1; step < LANES; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-    if (lane % LANES == 0) others[piece].totals[lane / LANES] = total;
-#endif
-    factors[piece * 32 + place * 2 + lane % 2] = four;
-  }
-
-  // Load the elements of a chunk of a lane's load.
-  __device__ __forceinline__ uint4 load(int piece, int chunk, int lane) const {
-    return reinterpret_cast<const uint4*>(factors)[piece * 16 + chunk * 4 + lane % 4];
-  }
-};
-
-#if WEIGHT_BITS == 16
-using FACTOR = ELEMENT;
-#else
-using FACTOR = __half;
-#endif
-
-// This lane's part of a piece of weights: parts of rows lane / 4 and lane / 4 + 8.
-struct Piece {
-  uint32_t words[2][LOADS][WORDS];
-#if WEIGHT_BITS != 16
-  SCALE scales[2][GROUPS];
-#endif
-#if WEIGHT_BITS == 4
-  uint8_t zeros[2][GROUPS];
-#endif
-
-  // Request a tile's piece.
-  __device__ __forceinline__ void request(const Params& params, const int* chosen, int tile,
-                                          int piece, uint64_t policy, int lane) {
-    const int expert = chosen[DOWN ? tile / TILES * CHOSEN + piece / PARTS : tile / TILES];
-    const int output = tile % TILES * TILE + lane / 4, part = piece % PARTS;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = DOWN ? expert * OUTPUTS + output + half * 8
-                           : (2 * expert + half) * OUTPUTS + output;
-      const uint8_t* from = reinterpret_cast<const uint8_t*>(params.weights) +
-                            static_cast<int64_t>(row) * weight_bytes(WIDTH) +
-                            part * weight_bytes(PIECE) + lane % 4 * WORDS * 4;
-#pragma unroll
-      for (int i = 0; i < LOADS; ++i) load_words(words[half][i], from + i * WORDS * 16, policy);
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row =
+        DOWN ? expert * OUTPUTS + output + half * 4 : (2 * expert + half) * OUTPUTS + output;
+    RowOfWeights of_row{params.weights + row * (weight_bytes(WIDTH) / sizeof(WEIGHT))};
 #if WEIGHT_BITS == 8
-      scales[half][0] = __ldg(params.scales + (row >> params.shift) * PARTS + part);
+    of_row.scales = params.scales + (row >> params.shift) * (WIDTH / SCALE_COLUMNS);
 #elif WEIGHT_BITS == 4
-      const int64_t first = static_cast<int64_t>(row) * max(WIDTH >> params.shift, 1);
-#pragma unroll
-      for (int i = 0; i < GROUPS; ++i) {
-        const int64_t group = first + ((part * PIECE + i * GROUP_COLUMNS) >> params.shift);
-        scales[half][i] = __ldg(params.scales + group);
-        zeros[half][i] = __ldg(params.zeros + group);
-      }
+    const int64_t first = row * max(WIDTH >> params.shift, 1);
+    of_row.scales = params.scales + first, of_row.zeros = params.zeros + first;
 #endif
-    }
+    target.request(half, of_row, params.shift, piece % PARTS, policy, lane);
   }
-
-  // Factors of a load of a row, in pairs.
-  __device__ __forceinline__ void factors(uint32_t (&pairs)[EACH / 2], int half, int load) const {
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) {
-      const uint32_t word = words[half][load][i];
-#if WEIGHT_BITS == 16
-      pairs[i] = word;
-#elif WEIGHT_BITS == 8
-      const uint2 two = halves_of(word);
-      pairs[2 * i] = two.x, pairs[2 * i + 1] = two.y;
-#else
-      const uint4 four = halves_of_word(word);
-      pairs[4 * i] = four.x, pairs[4 * i + 1] = four.y;
-      pairs[4 * i + 2] = four.z, pairs[4 * i + 3] = four.w;
-#endif
-    }
-  }
-
-  // Return the products of the two rows with a piece of x.
-  __device__ __forceinline__ float2 times(const Pieces& pieces, int piece, int lane) const {
-    float found[2] = {};
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-      float sums[2][4] = {};  // of even and odd products, which do not wait for each other
-#pragma unroll
-      for (int i = group * (LOADS / GROUPS); i < (group + 1) * (LOADS / GROUPS); ++i) {
-        uint32_t a[EACH / 2], b[EACH / 2];
-        factors(a, 0, i), factors(b, 1, i);
-#pragma unroll
-        for (int j = 0; j < CHUNKS; ++j) {
-          const uint4 x = pieces.load(piece, i * CHUNKS + j, lane);
-          const int at = j * 4;
-          mma(sums[0], a[at], b[at], a[at + 1], b[at + 1], x.x, x.y, FACTOR());
-          mma(sums[1], a[at + 2], b[at + 2], a[at + 3], b[at + 3], x.z, x.w, FACTOR());
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float sum = sums[0][half * 2] + sums[1][half * 2];
-#if WEIGHT_BITS == 4
-        const float zero = static_cast<float>(zeros[half][group]);
-        sum = fmaf(sum, 0x1p24f, -zero * pieces.others[piece].totals[group]);
-#endif
-#if WEIGHT_BITS == 16
-        found[half] = sum;
-#else
-        found[half] = fmaf(static_cast<float>(scales[half][group]), sum, found[half]);
-#endif
-      }
-    }
-#if WEIGHT_BITS == 16
-    const float undo = 1.0f;
-#else
-    const float undo = pieces.others[piece].undo;
-#endif
-    return {found[0] * undo, found[1] * undo};
-  }
-};
-
-// Load four elements per lane of a piece of x.
-__device__ __forceinline__ uint2 four_of(const ELEMENT* x, int piece, int lane) {
-  return __ldcg(reinterpret_cast<const uint2*>(x) + piece * 32 + lane);
 }
 
-// Write outputs of a tile without DOWN, given the sums of its pieces; eight lanes share an output.
+// Add the sums of halves of a row's pieces.
+__device__ __forceinline__ float of_halves(const float* sums) { return sums[0] + sums[1]; }
+
+// Write outputs of tiles without DOWN, given the sums of pieces; eight lanes share an output.
 __device__ __forceinline__ void finish_between(const Params& params, const float* sums, int first,
                                                int count) {
-  for (int i = threadIdx.x / 8; i < count * TILE; i += THREADS / 8) {
-    const float* of_tile = sums + i / TILE * PIECES * RECORD + i % TILE;
+  constexpr int LANES = 8;
+  // Tiles make whole warps.
+  for (int i = threadIdx.x / LANES; i < count * TILE; i += THREADS / LANES) {
+    const float* of_tile = sums + i / TILE * PIECES * RECORD + i % TILE * 2;
     float gate = 0.0f, up = 0.0f;
-    for (int piece = threadIdx.x % 8; piece < PIECES; piece += 8) {
-      gate += of_tile[piece * RECORD];
-      up += of_tile[piece * RECORD + 8];
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece += LANES) {
+      const int at = piece + threadIdx.x % LANES;
+      if (at >= PIECES) continue;
+      gate += of_halves(of_tile + at * RECORD);
+      up += of_halves(of_tile + at * RECORD + 8);
     }
 #pragma unroll
-    for (int step = 1; step < 8; step *= 2) {
+    for (int step = 1; step < LANES; step *= 2) {
       gate += __shfl_xor_sync(~0u, gate, step);
       up += __shfl_xor_sync(~0u, up, step);
     }
-    if (threadIdx.x % 8 == 0) params.output[first * TILE + i] = ELEMENT(gated(gate, up));
+    if (threadIdx.x % LANES == 0) params.output[first * TILE + i] = ELEMENT(gated(gate, up));
   }
 }
 
-// Write outputs of tiles with DOWN; a warp has an output of each tile, and a lane an expert.
+// Write outputs of tiles with DOWN; a warp has an output, and a lane an expert.
 __device__ __forceinline__ void finish(const Params& params, const float* sums,
                                        const float* shares, int first, int count) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = 0; i < count; ++i) {
-    const int row = (first + i) / TILES, output = (first + i) * TILE + warp;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = threadIdx.x / 32; i < count * TILE; i += WARPS) {
+    const int output = first * TILE + i, row = output / OUTPUTS;
     const float residual = static_cast<float>(params.residual[output]);
     float y = 0.0f;
     if (lane < CHOSEN) {
-      const float* of_expert = sums + (i * PIECES + lane * PARTS) * RECORD + warp;
+      const float* of_expert = sums + (i / TILE * PIECES + lane * PARTS) * RECORD + i % TILE * 2;
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part) y += of_expert[part * RECORD];
+      for (int part = 0; part < PARTS; ++part) y += of_halves(of_expert + part * RECORD);
       y = rounded(rounded(y) * shares[row * CHOSEN + lane]);
     }
     y = warp_sum(y);
@@ -308,46 +165,72 @@ __device__ __forceinline__ void finish(const Params& params, const float* sums,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
     experts(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ float shares[ROWS * CHOSEN], squares[DOWN ? 1 : ROWS * PIECES];
+  __shared__ float shares[ROWS * CHOSEN], squares[DOWN ? 1 : X_BLOCKS];
   __shared__ int chosen[ROWS * CHOSEN];
   __shared__ alignas(16) uint32_t keys[ROWS][KEYS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Pieces pieces{reinterpret_cast<uint2*>(memory),
-                      reinterpret_cast<PieceOfX*>(memory + ROWS * PIECES * PIECE * 2)};
-  float* const sums = reinterpret_cast<float*>(pieces.others + ROWS * PIECES);
+  const Blocks blocks{reinterpret_cast<uint2*>(memory),
+                      reinterpret_cast<BlockOfX*>(memory + X_BLOCKS * BLOCK * 2)};
+  float* const sums = reinterpret_cast<float*>(blocks.others + X_BLOCKS);
 
   const int first = blockIdx.x * ALL / gridDim.x;
   const int tiles = (blockIdx.x + 1) * ALL / gridDim.x - first, count = tiles * PIECES;
 
-  uint2 x[DOWN ? 1 : X_EACH], by[DOWN ? 1 : X_EACH];
   if (!DOWN) {
+    uint2 x[X_EACH], by[X_EACH];
 #pragma unroll
     for (int i = 0; i < X_EACH; ++i) {
-      const int piece = i * WARPS + warp;
-      if (piece < ROWS * PIECES) by[i] = four_of(params.norm, piece % PARTS, lane);
+      const int block = i * WARPS + warp;
+      if (block < X_BLOCKS) by[i] = four_of(params.norm, block % (PARTS * 2), lane);
     }
     wait_for_previous();
+    let_next_begin();
 #pragma unroll
     for (int i = 0; i < X_EACH; ++i) {
-      const int piece = i * WARPS + warp;
-      if (piece < ROWS * PIECES) x[i] = four_of(params.x, piece, lane);
+      const int block = i * WARPS + warp;
+      if (block < X_BLOCKS) x[i] = four_of(params.x, block, lane);
     }
+    load_keys(params.logits, keys);
+#pragma unroll
+    for (int i = 0; i < X_EACH; ++i) {
+      const int block = i * WARPS + warp;
+      if (block >= X_BLOCKS) continue;
+      const float sum = warp_sum(squared(x[i].x) + squared(x[i].y));
+      if (lane == 0) squares[block] = sum;
+    }
+    __syncthreads();
+    choose(keys, chosen);
+#pragma unroll
+    for (int i = 0; i < X_EACH; ++i) {
+      const int block = i * WARPS + warp;
+      if (block >= X_BLOCKS) continue;
+      const float* of_row = squares + block / (PARTS * 2) * PARTS * 2;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < PARTS * 2; j += 32)
+        if (j + lane < PARTS * 2) sum += of_row[j + lane];
+      const float scale = rsqrtf(warp_sum(sum) / WIDTH + params.epsilon);
+      blocks.store(block, {normed(x[i].x, by[i].x, scale), normed(x[i].y, by[i].y, scale)}, lane);
+    }
+  } else {
+    let_next_begin();
+    load_keys(params.logits, keys);
+    __syncthreads();
+    choose(keys, chosen);
   }
-  let_next_begin();
-  choose(params.logits, keys, chosen);
+  __syncthreads();
 
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  const uint64_t policy = read_once();
   Piece ahead[DEPTH];
-  const auto request = [&](Piece& target, int i) {
+  const auto request_at = [&](Piece& target, int i) {
     if (i < count)
-      target.request(params, chosen, first + i / PIECES, i % PIECES, policy, lane);
+      request(target, params, chosen, first + i / PIECES, i % PIECES, policy, lane);
   };
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) request(ahead[i], i * WARPS + warp);
+  for (int i = 0; i < DEPTH; ++i) request_at(ahead[i], i * WARPS + warp);
 
   if (DOWN) {
     const int row = WARPS - 1 - warp;
@@ -355,41 +238,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     constexpr int AT_ONCE = 3;
 #pragma unroll 1
-    for (int start = warp; start < ROWS * PIECES; start += AT_ONCE * WARPS) {
+    for (int start = warp; start < X_BLOCKS; start += AT_ONCE * WARPS) {
       uint2 four[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int piece = start + i * WARPS;
-        if (piece < ROWS * PIECES) four[i] = four_of(params.x, piece, lane);
+        const int block = start + i * WARPS;
+        if (block < X_BLOCKS) four[i] = four_of(params.x, block, lane);
       }
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int piece = start + i * WARPS;
-        if (piece < ROWS * PIECES) pieces.store(piece, four[i], lane);
+        const int block = start + i * WARPS;
+        if (block < X_BLOCKS) blocks.store(block, four[i], lane);
       }
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < X_EACH; ++i) {
-      const int piece = i * WARPS + warp;
-      if (piece >= ROWS * PIECES) continue;
-      const float sum = warp_sum(squared(x[i].x) + squared(x[i].y));
-      if (lane == 0) squares[piece] = sum;
-    }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < X_EACH; ++i) {
-      const int piece = i * WARPS + warp;
-      if (piece >= ROWS * PIECES) continue;
-      float sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < PARTS; j += 32)
-        if (j + lane < PARTS) sum += squares[piece / PARTS * PARTS + j + lane];
-      const float scale = rsqrtf(warp_sum(sum) / WIDTH + params.epsilon);
-      pieces.store(piece, {normed(x[i].x, by[i].x, scale), normed(x[i].y, by[i].y, scale)}, lane);
-    }
   }
-  __syncthreads();
 
 #pragma unroll 1
   for (int start = warp; start < count; start += DEPTH * WARPS)
@@ -398,12 +261,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int at = start + i * WARPS;
       if (at >= count) break;
       const int row = (first + at / PIECES) / (DOWN ? TILES : TILES * CHOSEN);
-      const float2 two = ahead[i].times(pieces, row * PIECES + at % PIECES, lane);
+      const float2 products = ahead[i].times(blocks, row * PIECES + at % PIECES, lane);
       if (lane % 4 == 0) {
-        sums[at * RECORD + lane / 4] = two.x;
-        sums[at * RECORD + lane / 4 + 8] = two.y;
+        sums[at * RECORD + lane / 4] = products.x;
+        sums[at * RECORD + lane / 4 + 8] = products.y;
       }
-      request(ahead[i], at + DEPTH * WARPS);
+      request_at(ahead[i], at + DEPTH * WARPS);
     }
   __syncthreads();
   if (DOWN)

@@ -74,9 +74,10 @@ ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
 _MOST_COLUMNS = 32
 """Maximum number of rows of a group. With so many rows, a warp multiplies at most 64 elements of
 INT4 weights at a time, because the elements of x take registers."""
-FEW_THREADS, PIECE = 512, 128
-"""Threads per block of the kernels for a few rows, and columns of their pieces of weights."""
-_DEPTHS = {16: 2, 8: 4, 4: 6}
+WARPS, PIECE, BLOCK_OF_X = 16, 256, 128
+"""Warps per thread block of the kernels for a few rows, columns of their pieces of weights, and
+elements of x that they convert together."""
+_DEPTHS = {16: 2, 8: 2, 4: 3}
 """Pieces that a warp of these kernels loads ahead, by bits of a weight."""
 _RECORD_BYTES = (16 + 1) * 4
 """Shared memory of the sums of a piece."""
@@ -102,12 +103,6 @@ class Specialization(NamedTuple):
     between: int
     weights: WeightFormat = UNQUANTIZED
 
-    @property
-    def depth(self) -> int:
-        """Pieces of weights that a warp loads ahead; each has more scales if groups are small."""
-        bits, _, group = self.weights
-        return _DEPTHS[bits] if bits != 4 or group >= PIECE else 2
-
     def macros(self, down: bool) -> Macros:
         """Return the macros for csrc/experts/experts.cu.
 
@@ -116,7 +111,8 @@ class Specialization(NamedTuple):
         """
         sizes = (self.between, self.width) if down else (self.width, self.between)
         more = {"ROWS": self.rows, "DOWN": down, "WIDTH": sizes[0], "OUTPUTS": sizes[1]}
-        return macros_of(self.choice, **more, DEPTH=self.depth) | macros_of(self.weights)
+        tiling = {"WARPS": WARPS, "DEPTH": _DEPTHS[self.weights.weight_bits]}
+        return macros_of(self.choice, **more, **tiling) | macros_of(self.weights)
 
     def shared_bytes(self, down: bool, blocks: int) -> int:
         """Return the shared memory per thread block in bytes: rows of x, what their products need
@@ -127,11 +123,12 @@ class Specialization(NamedTuple):
             blocks: number of thread blocks.
         """
         chosen = self.choice.chosen
-        pieces = (chosen * self.between if down else self.width) // PIECE
-        tiles = self.rows * (self.width // 16 if down else chosen * self.between // 8)
-        groups = PIECE // self.weights.group_columns if self.weights.weight_bits == 4 else 1
-        of_x = self.rows * pieces * (2 * PIECE + 4 * (1 + groups))
-        return of_x + -(-tiles // blocks) * pieces * _RECORD_BYTES
+        columns = chosen * self.between if down else self.width
+        tiles = self.rows * (self.width // 8 if down else chosen * self.between // 4)
+        weights = self.weights
+        groups = BLOCK_OF_X // weights.group_columns if weights.weight_bits == 4 else 1
+        of_x = self.rows * columns // BLOCK_OF_X * (2 * BLOCK_OF_X + 4 * (1 + groups))
+        return of_x + -(-tiles // blocks) * columns // PIECE * _RECORD_BYTES
 
 
 class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=0.02):
@@ -172,7 +169,7 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
         )
         stream = current_stream(x.device)
         for (kernel, shared), params in zip(self._kernels, (inward, outward), strict=True):
-            grid, block = (self._blocks, 1, 1), (FEW_THREADS, 1, 1)
+            grid, block = (self._blocks, 1, 1), (WARPS * 32, 1, 1)
             kernel.launch(grid, block, shared, params, stream, dependent=True)
         return output
 

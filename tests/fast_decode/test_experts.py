@@ -10,8 +10,8 @@ import torch
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.fast_decode.experts import (
+    BLOCK_OF_X,
     COMBINE_THREADS,
-    FEW_THREADS,
     MAX_GROUPED,
     PIECE,
     PROMPT_THREADS,
@@ -74,11 +74,11 @@ def test_as_transformers(dtype: torch.dtype) -> None:
 def test_compiles(arch: str, down: bool, weights: WeightFormat) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "experts/experts.cu").read_text() + same_struct(Params)
-    text += f"static_assert(THREADS == {FEW_THREADS} && PIECE == {PIECE});\n"
+    text += f"static_assert(PIECE == {PIECE} && BLOCK == {BLOCK_OF_X});\n"
     for specialization in (one._replace(weights=weights) for one in (QWEN3_OMNI, OTHERS[1])):
         # What the kernel stores there, in bytes; a multiprocessor of 24 has the most tiles.
         sums = "(ALL + 23) / 24 * PIECES * RECORD * sizeof(float)"
-        own = f"ROWS * PIECES * (PIECE * 2 + sizeof(PieceOfX)) + {sums}"
+        own = f"X_BLOCKS * (BLOCK * 2 + sizeof(BlockOfX)) + {sums}"
         shared = specialization.shared_bytes(down, 24)
         assert shared <= 99 << 10
         macros = specialization.macros(down)
