@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int side = 0; side < SIDES; ++side) {
       float dots[ROWS] = {};
-      const RowScales scales{WeightRow(matrices, output, side).scales(matrices)};
+      const SCALE* scales = WeightRow(matrices, output, side).scales(matrices);
       for (int start = 0; start < width; start += PIECE) {
         const uint8_t* piece = ring + slot * PIECE_BYTES;
         const PieceScales of_piece(scales, start, width, lane);
