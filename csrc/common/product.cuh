@@ -2,7 +2,8 @@
 //
 // Compiled with: ROWS (of x), ELEMENT (__half, __nv_bfloat16), WARPS (of a thread block), DEPTH
 // (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256, or of 512 with FP8),
-// USE_TMA (copy.cuh), WEIGHT_BITS (weights.cuh; 16 or 8); SIDES: rows of weights per output.
+// CENTERED (1: the norm's weight is added to 1), USE_TMA (copy.cuh), WEIGHT_BITS (weights.cuh; 16
+// or 8); SIDES: rows of weights per output.
 #pragma once
 
 #include "common/copy.cuh"
@@ -88,8 +89,8 @@ __device__ __forceinline__ void take_rows(int width, bool normed, float epsilon,
       const float2 two = unpacked(*word, ELEMENT());
       const float2 by = unpacked(reinterpret_cast<const uint32_t*>(norm)[i], ELEMENT());
       ELEMENT* both = reinterpret_cast<ELEMENT*>(word);
-      both[0] = ELEMENT(rounded(two.x * scale) * by.x);
-      both[1] = ELEMENT(rounded(two.y * scale) * by.y);
+      both[0] = weighted(two.x * scale, by.x, CENTERED);
+      both[1] = weighted(two.y * scale, by.y, CENTERED);
     }
   }
   __syncthreads();

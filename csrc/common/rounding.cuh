@@ -28,6 +28,12 @@ __device__ __forceinline__ float rounded(float x, __half) {
 
 __device__ __forceinline__ float rounded(float x) { return rounded(x, ELEMENT()); }
 
+// A normalized element of a row times the norm's weight. `centered`: the weight is added to 1, and
+// the result is rounded once.
+__device__ __forceinline__ ELEMENT weighted(float x, float weight, bool centered) {
+  return ELEMENT(centered ? x * (1.0f + weight) : rounded(x) * weight);
+}
+
 // silu(gate) * up of products that are not yet rounded.
 __device__ __forceinline__ float gated(float gate, float up) {
   gate = rounded(gate);

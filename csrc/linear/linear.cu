@@ -9,7 +9,7 @@
 // it.
 //
 // Compiled with: GATED, ELEMENT and WEIGHT_BITS (matrices.cuh; 16, 8), ROWS (1 to 4), WARPS, DEPTH
-// (at most 32), PIECE (product.cuh), USE_TMA (copy.cuh).
+// (at most 32), PIECE and CENTERED (product.cuh), USE_TMA (copy.cuh).
 
 #include "common/overlap.cuh"
 #include "common/product.cuh"

@@ -20,10 +20,6 @@ struct Params {
   float epsilon;
 };
 
-__device__ __forceinline__ ELEMENT weighted(float x, float weight) {
-  return ELEMENT(CENTERED ? x * (1.0f + weight) : rounded(x) * weight);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm(const __grid_constant__ Params params) {
   __shared__ float sums[THREADS / 32];
@@ -71,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 two = unpacked(words[j], ELEMENT()), other = unpacked(by[j], ELEMENT());
-      found[2 * j] = weighted(two.x * scale, other.x);
-      found[2 * j + 1] = weighted(two.y * scale, other.y);
+      found[2 * j] = weighted(two.x * scale, other.x, CENTERED);
+      found[2 * j + 1] = weighted(two.y * scale, other.y, CENTERED);
     }
     *reinterpret_cast<uint4*>(params.output + row + at) = eight;
   }

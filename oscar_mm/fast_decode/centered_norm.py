@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.fast_decode.linear_params import NORM_SOURCE, WIDEST_NORM, norm_macros, normalized
-from oscar_mm.fast_decode.linear_torch import in_rows
+from oscar_mm.fast_decode.linear_torch import centered_norm, in_rows
 from oscar_mm.kernels.launch import ELEMENTS, current_stream
 from oscar_mm.kernels.self_check import OperationKernel, random_normal, relative_error
 
@@ -26,9 +26,7 @@ class CenteredNorm(NamedTuple):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension in float32, and round once."""
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (scaled * (1.0 + self.weight.float())).to(x.dtype)
+        return centered_norm(x, self.weight, self.epsilon)
 
     def at_once(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize (rows, width); on a GPU, this takes one launch."""

@@ -1,7 +1,7 @@
 """Layers of hybrids (Qwen3-Next, Qwen3.5): Gated DeltaNet, and attention with an output gate.
 
-Their norms are centered (``CenteredNorm``) and need a launch of their own. RoPE rotates only
-the first channels of a head.
+Their norms are centered (``CenteredNorm``); with more than two rows, they take a launch of their
+own. RoPE rotates only the first channels of a head.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ class DeltaLayer(FeedForward):
         self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
         """Run the layer on one token per row, (rows, hidden size)."""
-        x = self.mixer_norm.at_once(rows)
-        mixer, norm, mixed = self.mixer, self.mixer.norm, self.mixed(x)
-        if self.gates is not None:
-            gates = self.gates(x)
+        mixer, norm = self.mixer, self.mixer.norm
+        if self.gates is None:
+            both, count = self.mixed(rows, norm=self.mixer_norm), 2 * self.shape.value_heads
+            mixed, gates = both[:, :-count], both[:, -count:]
         else:
-            count = 2 * self.shape.value_heads
-            mixed, gates = mixed[:, :-count], mixed[:, -count:]
+            x = self.mixer_norm.at_once(rows)
+            mixed, gates = self.mixed(x), self.gates(x)
         found = delta(
             DeltaArguments(
                 *(mixed, gates, self.table.of(self.index), self.convolution),

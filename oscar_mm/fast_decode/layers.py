@@ -83,7 +83,7 @@ class Product(NamedTuple):
         gated: bool = False,
     ) -> torch.Tensor:
         """Compute ``linear``; if the weights are divided by input, without norm and gate."""
-        if isinstance(norm, CenteredNorm):
+        if isinstance(norm, CenteredNorm) and self.low_rank is not None:
             x, norm = norm.at_once(x), None
         weights, biases, scales, zeros, *_ = self
         if self.ranks.count == 1:

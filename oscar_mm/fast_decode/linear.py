@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.linear_cluster import (
     MAX_CLUSTER_ROWS,
     ClusterSpecialization,
@@ -90,7 +91,7 @@ def linear(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None] = (),
     *,
-    norm: Norm | None = None,
+    norm: Norm | CenteredNorm | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
     scales: Sequence[torch.Tensor] = (),
@@ -105,7 +106,9 @@ def linear(
     Returns:
         (rows, total outputs); (rows, outputs of one matrix) if gated.
     """
-    return linear_of(LinearArguments.of(x, weights, biases, norm, residual, gated, scales, zeros))
+    around = norm, residual, gated, scales, zeros
+    centered = isinstance(norm, CenteredNorm)
+    return linear_of(LinearArguments.of(x, weights, biases, *around, centered=centered))
 
 
 def kernel_for(
@@ -147,6 +150,10 @@ def _kernels(
     """Yield candidate kernels, fastest first."""
     x, gated, bits = arguments.x, arguments.gated, arguments.weight_bits
     rows, dtype, device = len(x), x.dtype, x.device
+    if arguments.centered:  # The other kernels would need a launch for the norm.
+        if rows <= FEW_ROWS and bits == 16:
+            yield LinearKernel.of(Specialization(rows, gated, dtype, centered=True), device)
+        return
     weights = WeightFormat.of(arguments)
     few = FEW_ROWS if bits == 16 else _FRAGMENT  # Quantized: ``_FEW_ROW_TILINGS``.
     if few < rows and takes_in_cluster(rows, weights) and uses_wgmma(device):
@@ -175,6 +182,8 @@ class Specialization(NamedTuple):
     dtype: torch.dtype
     weight_bits: int = 16
     """16, or 8 for FP8."""
+    centered: bool = False
+    """See ``LinearArguments``."""
 
     @property
     def piece(self) -> int:
@@ -236,10 +245,11 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         device: torch.device,
     ) -> float:
         """Return the largest relative error of a row."""
-        rows, gated, dtype, bits = specialization
+        rows, gated, dtype, bits, centered = specialization
         many = (3000, 3000) if gated else (3000, 7, 31, 5)
         problems = (rows, 256, (5, 5)), (rows, specialization.piece + 768, many)
-        return worst_error(kernel, gated, dtype, device, problems, WeightFormat(bits))
+        form = WeightFormat(bits)
+        return worst_error(kernel, gated, dtype, device, problems, form, centered)
 
 
 class RowsParams(ctypes.Structure):
@@ -473,6 +483,9 @@ def linear_of(arguments: LinearArguments) -> torch.Tensor:
     kernel = kernel_for(arguments)
     if kernel is not None:
         return kernel(arguments)
+    if arguments.norm is not None and arguments.centered:
+        x = CenteredNorm(arguments.norm, arguments.epsilon).at_once(arguments.x)
+        return linear_of(arguments._replace(x=x, norm=None, centered=False))
     many = len(arguments.x) > MAX_CLUSTER_ROWS[8]
     scaled = ScaledProducts.of(arguments) if many else None
     if scaled is None and arguments.scales and arguments.x.is_cuda:

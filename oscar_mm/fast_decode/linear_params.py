@@ -147,6 +147,7 @@ def worst_error(
     device: torch.device,
     problems: Iterable[tuple[int, int, tuple[int, ...]]],
     weights: WeightFormat = UNQUANTIZED,
+    centered: bool = False,
 ) -> float:
     """Return a kernel's largest relative error over all rows, with and without norm, bias and
     residual.
@@ -160,6 +161,7 @@ def worst_error(
         problems: number of rows, width, and number of outputs of each weight matrix.
         weights: format of the weights. FP8 has scales of blocks and of rows; INT4 in its largest
             groups also has groups of whole rows.
+        centered: see ``LinearArguments``.
     """
     random, errors = random_normal(dtype, device), []
     for rows, width, outputs in problems:
@@ -172,7 +174,9 @@ def worst_error(
             (True, (biases, Norm(random(width), 1e-5), residual)),
         ):
             parts = _quantized(exact, weights, by_row, random)
-            arguments = LinearArguments.of(x, parts[0], *around, gated, *parts[1:])
+            arguments = LinearArguments.of(
+                x, parts[0], *around, gated, *parts[1:], centered=centered
+            )
             expected = linear_by_torch(_in_float32(arguments))
             errors.append(relative_error(kernel(arguments), expected))
     return worst(errors)
@@ -180,12 +184,9 @@ def worst_error(
 
 def _in_float32(arguments: LinearArguments) -> LinearArguments:
     """Return the arguments in float32, with x normalized and rounded as in a kernel."""
-    x = arguments.x
-    if arguments.norm is not None:
-        x = Norm(arguments.norm, arguments.epsilon)(x)
     weights = arguments.weights
     return arguments._replace(
-        x=x.float(),
+        x=arguments.normalized.float(),
         norm=None,
         weights=weights if arguments.scales else [weight.float() for weight in weights],
         biases=[None if bias is None else bias.float() for bias in arguments.biases],

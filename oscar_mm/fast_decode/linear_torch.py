@@ -37,6 +37,13 @@ class Norm(NamedTuple):
         return self(x)
 
 
+def centered_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Normalize the last dimension in float32, multiply by 1 + weight, and round once."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (scaled * (1.0 + weight.float())).to(x.dtype)
+
+
 class LinearArguments(NamedTuple):
     """Arguments of ``linear``.
 
@@ -52,6 +59,7 @@ class LinearArguments(NamedTuple):
         scales: scales of each matrix in FP8 (``oscar_mm.weights.fp8``) or INT4
             (``oscar_mm.weights.int4``); otherwise none.
         zeros: zero points of each matrix in INT4; otherwise none.
+        centered: whether the norm's weight is added to 1, see ``centered_norm``.
     """
 
     x: torch.Tensor
@@ -63,6 +71,7 @@ class LinearArguments(NamedTuple):
     gated: bool
     scales: list[torch.Tensor]
     zeros: list[torch.Tensor]
+    centered: bool = False
 
     @classmethod
     def of(
@@ -70,17 +79,28 @@ class LinearArguments(NamedTuple):
         x: torch.Tensor,
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None] = (),
-        norm: Norm | None = None,
+        norm: tuple[torch.Tensor, float] | None = None,
         residual: torch.Tensor | None = None,
         gated: bool = False,
         scales: Sequence[torch.Tensor] = (),
         zeros: Sequence[torch.Tensor] = (),
+        *,
+        centered: bool = False,
     ) -> Self:
         """Create arguments from a norm and from sequences of tensors, which are not copied."""
         weight, epsilon = (None, 0.0) if norm is None else norm
         biases = biases or (None,) * len(weights)
-        own, added, *formats = (cast(list, one) for one in (weights, biases, scales, zeros))
-        return cls(x, own, added, weight, epsilon, residual, gated, *formats)
+        own, added, by, less = (cast(list, one) for one in (weights, biases, scales, zeros))
+        return cls(x, own, added, weight, epsilon, residual, gated, by, less, centered)
+
+    @property
+    def normalized(self) -> torch.Tensor:
+        """x after its norm, by PyTorch operations."""
+        if self.norm is None:
+            return self.x
+        if self.centered:
+            return centered_norm(self.x, self.norm, self.epsilon)
+        return Norm(self.norm, self.epsilon)(self.x)
 
     @property
     def total(self) -> int:
@@ -117,10 +137,9 @@ class LinearArguments(NamedTuple):
 
 def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
     """Run ``linear`` with PyTorch operations and the rounding of transformers' modules."""
-    x, _, biases, norm, epsilon, residual, gated, *_ = arguments
-    x = x if norm is None else Norm(norm, epsilon)(x)
+    x, biases, residual = arguments.normalized, arguments.biases, arguments.residual
     products = [torch_linear(x, *part) for part in zip(arguments.matrices(), biases, strict=True)]
-    output = silu(products[0]) * products[1] if gated else torch.cat(products, -1)
+    output = silu(products[0]) * products[1] if arguments.gated else torch.cat(products, -1)
     return output if residual is None else residual + output
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.row_adapters import AdaptedLinear, chosen, silence_
@@ -92,7 +93,7 @@ class LowRank(NamedTuple):
         """Whether any row of the current pass uses the adapters."""
         return not self.chosen_by or chosen() is not None
 
-    def add_(self, found: torch.Tensor, x: torch.Tensor, norm: Norm | None) -> None:
+    def add_(self, found: torch.Tensor, x: torch.Tensor, norm: Norm | CenteredNorm | None) -> None:
         """Add what the adapters add to the (rows, total outputs) products of ``linear``."""
         between, idle = linear(x, [self.down], norm=norm), chosen()
         if self.chosen_by and idle is not None:

@@ -9,6 +9,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from oscar_mm.fast_decode import linear as module
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.graph_runner import capture_cuda_graph
 from oscar_mm.fast_decode.linear import LinearKernel, Params, Specialization, linear
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
@@ -92,7 +93,8 @@ def test_compiles(arch: str, gated: bool, bits: int) -> None:
     text = (csrc_folder() / "linear/linear.cu").read_text() + same_struct(Params)
     for rows, dtype in ((1, torch.bfloat16), (module.MAX_ROWS, torch.float16)):
         bulk = arch.startswith(("sm_9", "sm_1"))
-        macros = Specialization(rows, gated, dtype, bits).macros(ARCHITECTURES[arch], bulk)
+        made = Specialization(rows, gated, dtype, bits, centered=rows == 1)
+        macros = made.macros(ARCHITECTURES[arch], bulk)
         report = compile_once("linear/linear.cu", text, arch, macros)["linear"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
@@ -109,18 +111,21 @@ def test_depth_by_shared_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
     """Also fewer outputs than warps; NaN beyond the outputs must stay where it is."""
-    how = {"device": "cuda", "dtype": dtype}
-    for outputs in ((5, 5), (2500, 2500)) if gated else ((7,), (1000, 9, 300)):
-        x, norm = random(rows, width, **how), Norm(random(width, **how), 1e-5)
+    how, centered = {"device": "cuda", "dtype": dtype}, rows == 2
+    for outputs in ((5, 5), (2500, 2500)) if gated else ((7,), (1000, 9, 300, 40)):
+        kind = CenteredNorm if centered else Norm
+        x, norm = random(rows, width, **how), kind(random(width, **how), 1e-5)
         weights = [random(one, width, **how) / width**0.5 for one in outputs]
         biases = [None] * len(outputs) if gated else [random(one, **how) for one in outputs]
         residual = None if gated else random(rows, sum(outputs), **how)
-        kernel = LinearKernel.of(Specialization(rows, gated, dtype), x.device)
+        made = Specialization(rows, gated, dtype, centered=centered)
+        kernel = LinearKernel.of(made, x.device)
         assert isinstance(kernel, LinearKernel)
         if not kernel.takes(width, True):
             assert rows * width > 35_000
             continue
-        arguments = LinearArguments.of(x, weights, biases, norm, residual, gated)
+        around = norm, residual, gated
+        arguments = LinearArguments.of(x, weights, biases, *around, centered=centered)
         found = kernel(arguments).double()
         # Not by products in 16-bit precision: PyTorch's may round partial sums, too.
         normed, exact = norm(x).double(), [weight.double() for weight in weights]
