@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from oscar_mm.cache.states import LinearLayer, StateRow, StateTable
+from oscar_mm.fast_decode import delta as module
 from oscar_mm.fast_decode.delta import (
     COLUMNS,
     TAPS,
@@ -241,6 +242,17 @@ def test_few_rows_are_divided_among_more_thread_blocks() -> None:
     assert cluster_sizes(2, 128, "sm_90a") == [1, 2, 4, 8]
     assert cluster_sizes(3, 128, "sm_120") == [1, 2, 3, 4, 6]
     assert cluster_sizes(2, 128, "sm_80") == cluster_sizes(2, 128, None) == [1]
+
+
+def test_few_rows_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    shape, device = DeltaShape(16, 32, 128, 128), torch.device("cpu")
+    found = [
+        Specialization.of(shape, torch.bfloat16, rows, device).cluster
+        for rows in (1, 2, 4, 8, 16, 17, 64)
+    ]
+    assert found == [8, 8, 4, 2, 1, 1, 1]
 
 
 @pytest.mark.gpu

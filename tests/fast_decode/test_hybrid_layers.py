@@ -16,7 +16,7 @@ from oscar_mm.engine import decode_runner
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.fast_decode import delta as delta_module
-from oscar_mm.fast_decode import graph_runner
+from oscar_mm.fast_decode import graph_runner, hybrid_layers
 from oscar_mm.fast_decode.centered_norm import CenteredNorm, CenteredNormKernel
 from oscar_mm.fast_decode.decoder import FastDecoder, supports
 from oscar_mm.fast_decode.graph_runner import GraphRunner
@@ -75,6 +75,18 @@ def test_steps_are_those_of_the_modules(model) -> None:
     for rows in (1, 3):
         for found, expected in both(model, rows, 4):
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_gates_of_another_format_have_their_own_launch(
+    model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = model.get_decoder().layers[0]
+    together = hybrid_layers.hybrid_launches(layer)
+    monkeypatch.setattr(hybrid_layers, "weight_bits", id)  # Each module has its own format.
+    apart = hybrid_layers.hybrid_launches(layer)
+    assert len(together) == 1 and len(apart) == 2 and together[0] == apart[0] + apart[1]
+    for found, expected in both(model, 2, 2):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "adapter"])
