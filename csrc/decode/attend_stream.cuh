@@ -24,7 +24,7 @@ __device__ __forceinline__ void center_products(float (&products)[2], const Quer
 #pragma unroll
     for (int parity = 0; parity < 2; ++parity) {
       const int step = 2 * run + parity;
-      const uint4 rows = load16(&query[step][lane]);
+      const uint4 rows = load16(&query[step][lane % (4 * USED_COLUMNS)]);
       mma(sums[step % 4], rows.x, rows.y, rows.z, rows.w, pairs.get(parity, 0),
           pairs.get(parity, 1), __half());
     }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void center_products(float (&products)[2], const Quer
   for (int i = 0; i < 4; ++i) sum += sums[i][0] + sums[i][2];
 #pragma unroll
   for (int c = 0; c < 2; ++c)
-    // Half of the product: attend_stream multiplies it by 2.
+    // Half of the product: part_scores multiplies it by 2.
     products[c] = __shfl_sync(~0u, sum, 8 * (lane & 3) + 4 * c) * (0.5f / SUBNORMAL);
 }
 
@@ -122,45 +122,52 @@ struct Four {
   }
 };
 
+// Scores of a part of a page. center: products of the lane's columns with the page's center.
+template <class P>
+__device__ __forceinline__ void part_scores(float (&scores)[PART_SCORES][4], const uint8_t* page,
+                                            const Queries& query, const float (&center)[2],
+                                            int part, int lane) {
+  Codes<P::Keys::WIDTH> codes[PART_TILES];
+#pragma unroll
+  for (int i = 0; i < PART_TILES; ++i)
+    codes[i].load(page + P::key_codes, part * PART_TILES + i, lane);
+  int high[PART_SCORES][4], low[PART_SCORES][4];
+#pragma unroll
+  for (int i = 0; i < PART_SCORES; ++i)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) high[i][c] = low[i][c] = FIXED_ZERO;
+  fixed_products(high, low, codes, query.fixed, lane);
+  const uint8_t* place = page + (part * 8 + (lane >> 2)) * 16;
+  const Four scales(place + P::key_scales, lane), zeros(place + P::key_zeros, lane);
+  const float total[2] = {query.total[2 * (lane & 3)], query.total[2 * (lane & 3) + 1]};
+#pragma unroll
+  for (int i = 0; i < PART_SCORES; ++i) {
+    const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&scales.pairs[i]));
+    const float2 zero = __half22float2(*reinterpret_cast<const __half2*>(&zeros.pairs[i]));
+    // The sign bit as 2 or 0: a multiplication replaces a test of bits.
+    const uint32_t twos = scales.pairs[i] >> 1 & 0x40004000u;
+    const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&twos));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      float rest = (c & 2 ? zero.y : zero.x) * total[c & 1];
+      if (CENTER) rest = fmaf(c & 2 ? two.y : two.x, center[c & 1], rest);
+      const float by = fabsf(c & 2 ? scale.y : scale.x);
+      scores[i][c] = fmaf(fixed_sum(high[i][c], low[i][c]), by, rest);
+    }
+  }
+}
+
 // Tokens [start, stop) are in use.
 template <class P>
 __device__ __forceinline__ void attend_stream(State& state, const uint8_t* page,
                                               const Queries& query, int start, int stop,
                                               int lane) {
-  const int group = lane >> 2;
   float center[2];
   if (CENTER) center_products(center, query.parts, page + P::center, lane);
 #pragma unroll 1
   for (int part = start / PART_TOKENS; part * PART_TOKENS < stop; ++part) {
-    Codes<P::Keys::WIDTH> codes[PART_TILES];
-#pragma unroll
-    for (int i = 0; i < PART_TILES; ++i)
-      codes[i].load(page + P::key_codes, part * PART_TILES + i, lane);
-    int high[PART_SCORES][4], low[PART_SCORES][4];
-#pragma unroll
-    for (int i = 0; i < PART_SCORES; ++i)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) high[i][c] = low[i][c] = FIXED_ZERO;
-    fixed_products(high, low, codes, query.fixed, lane);
-    const uint8_t* place = page + (part * 8 + group) * 16;
-    const Four scales(place + P::key_scales, lane), zeros(place + P::key_zeros, lane);
-    const float total[2] = {query.total[2 * (lane & 3)], query.total[2 * (lane & 3) + 1]};
     float scores[PART_SCORES][4];
-#pragma unroll
-    for (int i = 0; i < PART_SCORES; ++i) {
-      const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&scales.pairs[i]));
-      const float2 zero = __half22float2(*reinterpret_cast<const __half2*>(&zeros.pairs[i]));
-      // The sign bit as 2 or 0: a multiplication replaces a test of bits.
-      const uint32_t twos = scales.pairs[i] >> 1 & 0x40004000u;
-      const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&twos));
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        float rest = (c & 2 ? zero.y : zero.x) * total[c & 1];
-        if (CENTER) rest = fmaf(c & 2 ? two.y : two.x, center[c & 1], rest);
-        const float by = fabsf(c & 2 ? scale.y : scale.x);
-        scores[i][c] = fmaf(fixed_sum(high[i][c], low[i][c]), by, rest);
-      }
-    }
+    part_scores<P>(scores, page, query, center, part, lane);
     attend_part<P>(state, page, part, scores, query, start, stop, lane);
   }
 }

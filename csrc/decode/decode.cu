@@ -20,100 +20,13 @@
 // (1: at most 4 columns are in use, and columns 4 to 7 have the low parts of 0 to 3, which needs no
 // further product; 0: the low parts have their own products).
 
-#include "common/hadamard.cuh"
 #include "common/overlap.cuh"
 #include "decode/attend_page.cuh"
 #include "decode/attend_plain.cuh"
 #include "decode/attend_stream.cuh"
 #include "decode/merge.cuh"
-#include "decode/params.cuh"
+#include "decode/query.cuh"
 #include "decode/request.cuh"
-
-// The query column of a fragment's column.
-__device__ __forceinline__ int query_column(int column) {
-  return NARROW ? column % (COLUMNS / 2) : column;
-}
-
-// A column's query; one warp per column. Queries are fetched before the first pages are requested,
-// because they would otherwise arrive after the pages.
-struct Query {
-  ELEMENT plain[PER_LANE];
-  float sigma[PER_LANE];
-
-  __device__ __forceinline__ void fetch(const Params& params, const Assignment& part, int warp,
-                                        int lane) {
-    if (warp >= COLUMNS) return;
-    const int column = part.column_tile * COLUMNS + query_column(warp);
-    const int token = column / params.group, head = column % params.group;
-    const ELEMENT* row = params.queries + part.sequence * params.query_stride[0] +
-                         (part.head * params.group + head) * params.query_stride[1] +
-                         token * params.query_stride[2];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const int channel = channel_of(i, lane);
-      plain[i] = token < params.tokens ? row[channel] : ELEMENT(0.0f);
-      sigma[i] = 1.0f;
-      // Computed here, not before the loop, because the compiler then uses fewer registers.
-      if (params.sigma != nullptr)
-        sigma[i] = params.sigma[part.sequence * params.sigma_row_stride +
-                                part.head * params.sigma_head_stride + channel];
-    }
-  }
-
-  // Store queries unchanged, and also balanced, rotated, scaled to [-QUERY_RANGE, QUERY_RANGE], in
-  // two parts.
-  __device__ __forceinline__ void store(Shared& shared, float scaling, int warp, int lane) const {
-    if (warp >= COLUMNS) return;
-    float x[PER_LANE];
-    float largest = 0.0f, total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      shared.plain[warp][channel_of(i, lane)] = plain[i];
-      x[i] = static_cast<float>(plain[i]) * sigma[i];
-    }
-#if ROTATE
-    hadamard(x, lane);
-#endif
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) largest = fmaxf(largest, fabsf(x[i]));
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-#if STREAM
-    const float reach = fmaxf(largest, 1e-30f);  // so that its inverse is a float32 too
-#else
-    // A power of two, likewise.
-    const float reach = exp2f(largest > 0.0f ? fmaxf(ceilf(log2f(largest)), -126.0f) : 0.0f);
-#endif
-    const float by = QUERY_RANGE / reach;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const float even = x[i] * by;
-      const float odd = __shfl_down_sync(~0u, even, 1);
-      const int channel = channel_of(i, lane);
-      const uint32_t high = packed(even, odd, __half());
-      const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high));
-      uint32_t low = packed(even - rounded.x, odd - rounded.y, __half());
-      const int step = channel / TILE, half = channel / 8 % 2, place = 4 * warp + channel / 2 % 4;
-#if STREAM
-      total += even;
-      if (lane % 2 == 0) {
-        shared.query.parts[step][place][half] = {high, low};
-        store_fixed(shared.query.fixed, warp, channel, even, odd);
-      }
-#else
-      if (NARROW && warp < COLUMNS / 2) low = 0;  // it is in columns 4 to 7
-      if (lane % 2 == 0) shared.query.parts[step][half][place] = {high, low};
-#endif
-    }
-#if STREAM
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-    if (lane == 0) shared.query.total[warp] = total / SUBNORMAL;
-#endif
-    if (lane == 0) shared.query.unit[warp] = reach / QUERY_RANGE * scaling * LOG2E * SUBNORMAL;
-  }
-};
 
 // Convert State::out from the units of one format to those of the other.
 template <class From, class To>
@@ -149,15 +62,12 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
     const int use = shared.uses[buffer];
     const int stop = use & 0xff, start = use >> 8 & 0xff;
     if (item <= part.tiles) {
-      int visible[2] = {TILE, TILE};
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = 2 * (lane & 3) + c;
-        if (item == 0)
-          visible[c] = (part.column_tile * COLUMNS + query_column(column)) / params.group + 1;
-        if (SPLIT && column >= COLUMNS / 2) visible[c] = 0;
-      }
-      attend_plain(state, rows, stop, shared.plain, params.scaling * LOG2E, visible, lane);
+      int visible[2];
+      visible_tokens(visible, params, part, item, lane);
+      float scores[4];
+      plain_scores(scores, rows, shared.plain[lane >> 2], lane);
+      attend_plain(state, scores, rows + TILE * ROW_BYTES, stop, params.scaling * LOG2E, visible,
+                   lane);
       // Convert the output to the units of pages, unless the warp's next item is unpacked too.
       if (item + WARPS > part.tiles || item + WARPS >= run.last)
         settle_plain<PageA::Values::LOW>(state, lane);
@@ -191,14 +101,7 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
   }
   if constexpr (HAS_B)
     if (second) change_units<PageB, PageA>(state);
-  if (SPLIT) join_columns(state);
-#pragma unroll
-  for (int tile = 0; tile < CHANNEL_TILES; ++tile)
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      state.out[tile][c] *= out_unit<PageA::Values::LOW>(tile, c >> 1);
-      if (tile < VALUE_GROUP / TILE) state.out[tile][c] += state.sums[c & 1];
-    }
+  complete_state<PageA::Values::LOW>(state);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -219,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (part.begin == part.end) return;
   uint32_t taken = 0;
-  Query query;
+  Query<1> query;
   // Stored tokens may be requested before the preceding kernel has ended; it writes the new tokens
   // and the queries.
 #pragma unroll 1
@@ -227,25 +130,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (waited) {
       wait_for_previous();
       let_next_begin();
-      query.fetch(params, part, warp, lane);
+      if (warp < COLUMNS) query.fetch(params, part, warp, lane);
     }
     const bool all = !params.early;
     request_first(params, shared, part, taken, all || waited, all || !waited, warp, lane);
   }
   while (true) {
-    query.store(shared, params.scaling, warp, lane);
+    if (warp < COLUMNS) {
+      query.store(shared.query, params.scaling, warp, lane);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i)
+        shared.plain[warp][channel_of(i, lane)] = query.plain[0][i];
+    }
     __syncthreads();
     State state;
     state.clear();
     attend_segment(params, shared, part, state, taken, warp, lane);
     if (WARPS > SLOTS) {
       // Shared memory holds only half of the states: the upper warps store theirs first.
-      if (warp >= SLOTS) store_state(shared, state, warp - SLOTS, lane);
+      if (warp >= SLOTS) store_state(shared.merge[warp - SLOTS], state, lane);
       __syncthreads();
       if (warp < WARPS - SLOTS) add_state(shared, state, warp, lane);
       __syncwarp();
     }
-    if (warp < SLOTS) store_state(shared, state, warp, lane);
+    if (warp < SLOTS) store_state(shared.merge[warp], state, lane);
     __syncthreads();
     const Assignment done = part;
     const Run run = run_of(part);
@@ -254,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (goes_on) {
       // Load the next segment's pages while the states of this one are summed.
       part.advance(params);
-      query.fetch(params, part, warp, lane);
+      if (warp < COLUMNS) query.fetch(params, part, warp, lane);
       request_first(params, shared, part, taken, true, true, warp, lane);
     }
     finish_segment(params, shared, done, goes_on, warp, lane);

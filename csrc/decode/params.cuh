@@ -1,4 +1,4 @@
-// Parameters of decode, the work of a thread block, and its shared memory.
+// Parameters of decode and the work of a thread block.
 #pragma once
 
 #include "common/page.cuh"
@@ -6,20 +6,16 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr int SLOTS = (WARPS + 1) / 2;
-// Empty places of the work list after a segment, if thread blocks have several segments.
-constexpr int SEGMENT_ITEMS = 20;
 constexpr int HAS_B = KEY_BITS_B != 0;
 using PageA = Page<KEY_BITS_A, VALUE_BITS_A>;
 using PageB = Page<HAS_B ? KEY_BITS_B : KEY_BITS_A, HAS_B ? VALUE_BITS_B : VALUE_BITS_A>;
 constexpr int HEAD_BYTES = PageA::head_bytes > PageB::head_bytes ? PageA::head_bytes
                                                                  : PageB::head_bytes;
 constexpr int BUFFER_BYTES = HEAD_BYTES + PageA::shared_bytes;
-static_assert(BUFFER_BYTES >= 2 * TILE * HEAD_DIM * 2, "a buffer holds 16 tokens in 16 bit");
+static_assert(BUFFER_BYTES >= 2 * TILE * ROW_BYTES, "a buffer holds 16 tokens in 16 bit");
 // Floats of a partial: output, sum of weights, maximum, and one of padding, so that the stores of
 // store_state have no bank conflicts.
 constexpr int RECORD = HEAD_DIM + 3;
-constexpr int USED_COLUMNS = NARROW ? COLUMNS / 2 : COLUMNS;  // the others repeat their queries
 
 struct Params;
 
@@ -32,11 +28,12 @@ struct alignas(16) Assignment {
   int start;            // of the segment on the list
   int tiles, pages;     // of the sequence: tiles of up to 16 16-bit tokens, pages of 128
   int first, parts;     // thread blocks of the segment, if each has one segment; else parts is 0
+  int gap;              // empty places of the list after a segment, if parts is 0
 
   __device__ int items() const { return 1 + tiles + pages; }
 
   // Start of the next segment, if the thread block's part continues.
-  __device__ int next() const { return start + items() + SEGMENT_ITEMS; }
+  __device__ int next() const { return start + items() + gap; }
 
   // Thread block of a position of the work list.
   __device__ int worker(uint32_t position) const {
@@ -61,7 +58,7 @@ struct Params {
   const int2* counts;      // (batch): tokens in 16-bit precision, pages
   const Assignment* assignments;  // (thread blocks)
   const float* sigma;      // (batch or 1, KV heads or 1, HEAD_DIM) or null
-  float* partials;         // (segments + thread blocks, USED_COLUMNS, RECORD)
+  float* partials;         // (segments + thread blocks, or warps; USED_COLUMNS, RECORD)
   int* arrivals;           // (segments), zero before and after
   int64_t query_stride[3];
   int64_t key_stride[3];
@@ -70,18 +67,6 @@ struct Params {
   int sigma_row_stride, sigma_head_stride;  // 0 if all rows, or heads, share one
   int early;               // whether KV pages were complete before the preceding kernel began (PDL)
   float scaling;
-};
-
-struct Shared {
-  alignas(128) uint8_t buffers[BUFFERS][(BUFFER_BYTES + 127) / 128 * 128];
-  alignas(16) float merge[SLOTS][USED_COLUMNS][RECORD];
-  alignas(16) ELEMENT plain[COLUMNS][HEAD_DIM];  // unchanged queries
-  Queries query;
-  uint64_t full[BUFFERS];
-  uint32_t turns[BUFFERS];  // turn (item number of this thread block) that a buffer is for
-  int uses[BUFFERS];        // tokens in use there, as in Params::items
-  int first, parts;         // of the assignment; here, to leave registers for the pages
-  int is_last;
 };
 
 __device__ __forceinline__ void Assignment::advance(const Params& params) {

@@ -1,36 +1,9 @@
-// The items of a thread block, and their copies to shared memory.
+// Copies of the items of a thread block to its shared memory.
 #pragma once
 
 #include "common/copy.cuh"
-#include "decode/params.cuh"
-
-// The items of a segment that this thread block attends to, [first, last).
-struct Run {
-  int first, last;
-};
-
-__device__ __forceinline__ Run run_of(const Assignment& part) {
-  return {max(part.begin - part.start, 0), min(part.end - part.start, part.items())};
-}
-
-// Table entry of an item. A page: its entry in the table. Tokens in 16-bit precision: {slot,
-// tokens}, where lanes l and l + 16 have the slot of the l-th token. The new tokens: {0, tokens}.
-__device__ __forceinline__ int2 entry_of(const Params& params, const Assignment& part, int item,
-                                         int lane) {
-  if (item == 0) return {0, params.tokens};
-  if (item > part.tiles)
-    return params.items[static_cast<int64_t>(part.sequence) * params.item_stride + item - 1 -
-                        part.tiles];
-  const int first = (item - 1) * TILE;
-  const int tokens = min(params.counts[part.sequence].x - first, TILE), token = lane % TILE;
-  int2 entry = {0, tokens};
-  if (token < tokens)
-    entry.x = params.recents[static_cast<int64_t>(part.sequence) * params.recent_stride + first +
-                             token];
-  return entry;
-}
-
-constexpr int ROW_BYTES = HEAD_DIM * 2;
+#include "decode/items.cuh"
+#include "decode/shared.cuh"
 
 // Copy an item to the buffer of a turn (the number of an item of this thread block).
 __device__ __forceinline__ void request(const Params& params, Shared& shared,
@@ -51,20 +24,11 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
       copy_piece(target + HEAD_BYTES, page + static_cast<int64_t>(params.kv_heads) * bytes,
                  PageA::shared_bytes, barrier, lane);
   } else {
-    // Each lane copies a token's keys, or its values.
-    const int side = lane / TILE, token = lane % TILE;
-    const ELEMENT* row;
-    if (item > 0) {
-      const int64_t place = static_cast<int64_t>(entry.x) * 2 + side;
-      row = params.recent + (place * params.kv_heads + part.head) * HEAD_DIM;
-    } else {
-      const int64_t* stride = side ? params.value_stride : params.key_stride;
-      row = (side ? params.values : params.keys) + part.sequence * stride[0] +
-            part.head * stride[1] + token * stride[2];
-    }
+    // Each lane copies a token's key, or its value.
+    const int token = lane % TILE;
     copy_begin(barrier, 2 * entry.y * ROW_BYTES, lane);
-    copy_rows<ROW_BYTES>(target, reinterpret_cast<const uint8_t*>(row), token < entry.y, barrier,
-                         lane);
+    copy_rows<ROW_BYTES>(target, row_of(params, part, item, entry.x, lane / TILE, token),
+                         token < entry.y, barrier, lane);
   }
   copy_end(barrier);
   if (lane == 0) {

@@ -7,15 +7,19 @@
 
 constexpr int COLUMNS = 8;
 constexpr int KSTEPS = HEAD_DIM / TILE;
+constexpr int ROW_BYTES = HEAD_DIM * 2;  // of a token in 16-bit precision: its key, or its value
 
 // Whether columns 4 to 7 repeat the queries of 0 to 3 and attend to the other half of a tile's
 // tokens: each score is then computed once. Their states are added at the end (join_columns).
 constexpr bool SPLIT = STREAM && NARROW;
 
+// Query columns that differ; if NARROW, columns 4 to 7 of a fragment repeat them.
+constexpr int USED_COLUMNS = NARROW ? COLUMNS / 2 : COLUMNS;
+
 // Queries as operand B, or for stream pages as operand A: high parts and low parts of a lane's two
 // channels of each half, in pairs of float16.
 #if STREAM
-using QueryParts = uint2[KSTEPS][32][2];
+using QueryParts = uint2[KSTEPS][4 * USED_COLUMNS][2];
 #else
 using QueryParts = uint2[KSTEPS][2][32];
 #endif
@@ -76,6 +80,19 @@ __device__ __forceinline__ void join_columns(State& state) {
     for (int tile = 0; tile < CHANNEL_TILES; ++tile)
       state.out[tile][c] += __shfl_xor_sync(~0u, state.out[tile][c], 2);
   }
+}
+
+// Convert State::out from units of pages to outputs, of all columns and with the zeros.
+template <int LOW>
+__device__ __forceinline__ void complete_state(State& state) {
+  if (SPLIT) join_columns(state);
+#pragma unroll
+  for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      state.out[tile][c] *= out_unit<LOW>(tile, c >> 1);
+      if (tile < VALUE_GROUP / TILE) state.out[tile][c] += state.sums[c & 1];
+    }
 }
 
 // Raise `next`, each lane's largest score of its two columns, to the maximum over the warp and all

@@ -21,6 +21,7 @@ from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (
     ELEMENTS,
     OUT_OF_ORDER,
+    Kernel,
     Strides,
     addresses,
     aligned_rows,
@@ -38,7 +39,7 @@ from oscar_mm.kernels.launch import (
     warn_once,
 )
 from oscar_mm.kernels.self_check import OperationKernel, relative_error
-from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, DecodeArguments
+from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, DecodeArguments, has_many_segments
 from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.library import STATES, ArgumentChecker, define, numbers_of
 from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_past
@@ -53,6 +54,8 @@ attends to the copy. Both are equally fast at 224 queries with float32 states, a
 bfloat16 states on a CPU with AMX; heads, head_dim and past hardly matter."""
 _MAX_VALUE_GROUPS = 4
 """Value groups of a head that the GPU kernel has registers for."""
+_ROWS_WARPS = 12
+"""Warps per thread block of csrc/decode/decode_rows.cu, which leaves 168 registers for each."""
 _checker = ArgumentChecker("decode")
 
 
@@ -146,18 +149,30 @@ class Specialization(NamedTuple):
             "USE_TMA": int(tma),
         }
 
+    @property
+    def _is_stream(self) -> bool:
+        return bool(page_macros(self.formats[0])["STREAM"])
+
+    @property
+    def _columns(self) -> int:
+        return COLUMNS // 2 if self.narrow else COLUMNS
+
+    @property
+    def _query_bytes(self) -> int:
+        """``sizeof(Queries)`` of csrc/decode/state.cuh."""
+        if not self._is_stream:
+            return COLUMNS * (self.head_dim * 4 + 4)
+        fixed = self.head_dim * (32 if self.narrow else 16)
+        return self._columns * self.head_dim * 4 + fixed + COLUMNS * 8
+
     def shared_bytes(self, warps: int, buffers: int) -> int:
         """Return ``sizeof(Shared)`` of csrc/decode/decode.cu."""
         shared_norms = self.formats[0].token_scaling == "shared"
         buffer = self.head_bytes + (2 * PAGE_TOKENS if shared_norms else 0)
         size = buffers * _aligned(buffer, 128)
-        used = COLUMNS // 2 if self.narrow else COLUMNS
-        size = _aligned(size, 16) + -(-warps // 2) * used * (self.head_dim + 3) * 4
+        size = _aligned(size, 16) + -(-warps // 2) * self._columns * (self.head_dim + 3) * 4
         size = _aligned(size, 16) + COLUMNS * self.head_dim * 2
-        size = _aligned(size, 16) + COLUMNS * self.head_dim * 4
-        if page_macros(self.formats[0])["STREAM"]:
-            size += self.head_dim * (32 if self.narrow else 16) + COLUMNS * 4
-        size = _aligned(size + COLUMNS * 4, 16)
+        size = _aligned(_aligned(size, 16) + self._query_bytes, 16)
         size = _aligned(size, 8) + buffers * (8 + 4 + 4) + 3 * 4
         return _aligned(size, 128)
 
@@ -170,13 +185,36 @@ class Specialization(NamedTuple):
         on small GPUs with larger pages, some warps wait. 16 warps, with 128 registers each, are 5%
         faster than 12 with 20 buffers, and 5% slower with 17.
         """
-        is_stream = page_macros(self.formats[0])["STREAM"]
-        of_16 = [(16, 20)] if is_stream and self.narrow else []
+        of_16 = [(16, 20)] if self._is_stream and self.narrow else []
         for warps, fewest in (*of_16, (12, 12), (8, 4 if self.head_dim <= 128 else 2)):
             for buffers in range(20, fewest - 1, -1):
                 if self.shared_bytes(warps, buffers) <= limit:
                     return warps, buffers
         return None
+
+    @property
+    def warp_bytes(self) -> int:
+        """``sizeof(Own)`` of csrc/decode/decode_rows.cu."""
+        records = self._columns * (self.head_dim + 3) * 4
+        size = _aligned(self.head_bytes, 16) + _aligned(max(self._query_bytes, records), 16)
+        return _aligned(size + 16 + FIELDS * 4, 128)
+
+    def rows_warps(self, limit: int) -> int | None:
+        """Return the number of warps of csrc/decode/decode_rows.cu for a shared memory limit in
+        bytes; None if it does not support the pages, or not even 4 warps fit."""
+        warps = min(_ROWS_WARPS, limit // self.warp_bytes)
+        takes = self._is_stream and len(self.formats) == 1
+        return warps if takes and warps >= 4 else None
+
+
+class _Launch(NamedTuple):
+    """A kernel, and how it is launched."""
+
+    kernel: Kernel
+    warps: int
+    shared_bytes: int
+    parts: int
+    """Parts of the work list per thread block."""
 
 
 class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.02):
@@ -195,10 +233,16 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
                 f"a thread block has {limit} bytes of shared memory on {device}, too few for "
                 f"pages of {specialization.head_bytes} bytes per head"
             )
-        self.warps, buffers = shape
-        self._shared_bytes = specialization.shared_bytes(self.warps, buffers)
-        macros = specialization.macros(self.warps, buffers, uses_tma(device))
-        self._kernel = self._load("decode/decode.cu", macros)
+        warps, buffers = shape
+        macros = specialization.macros(warps, buffers, uses_tma(device))
+        kernel = self._load("decode/decode.cu", macros)
+        self._few = self._many = _Launch(
+            kernel, warps, specialization.shared_bytes(warps, buffers), parts=1
+        )
+        if (warps := specialization.rows_warps(limit)) is not None:
+            macros = specialization.macros(warps, 0, uses_tma(device))
+            kernel = self._load("decode/decode_rows.cu", macros)
+            self._many = _Launch(kernel, warps, warps * specialization.warp_bytes, parts=warps)
         self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
 
     def __call__(
@@ -220,13 +264,15 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
             arguments
         )
         batch, query_heads, tokens, head_dim = queries.shape
-        keys, values = aligned_rows(keys), aligned_rows(values)
+        queries, keys, values = map(aligned_rows, (queries, keys, values))
         output = arguments.result() if output is None else output
         kv_heads = keys.shape[1]
         stream = current_stream(queries.device)
         columns = query_heads // kv_heads * tokens
         segments = batch * kv_heads * -(-columns // COLUMNS)
-        parts = segments + assignments.shape[0]
+        workers = assignments.shape[0]
+        launch = self._many if has_many_segments(segments, workers) else self._few
+        parts = segments + workers * launch.parts
         partials = output.new_empty(parts * COLUMNS * (head_dim + 3), dtype=torch.float32)
         arrivals = self._arrivals_on(stream, segments, queries.device)
         pools = [*pages, None, None][:2]
@@ -240,8 +286,8 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
             early,
             arguments.scaling,
         )
-        grid, block = (assignments.shape[0], 1, 1), (self.warps * 32, 1, 1)
-        self._kernel.launch(grid, block, self._shared_bytes, params, stream, dependent=True)
+        grid, block = (workers, 1, 1), (launch.warps * 32, 1, 1)
+        launch.kernel.launch(grid, block, launch.shared_bytes, params, stream, dependent=True)
         return output
 
     def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
@@ -251,7 +297,7 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         Each graph also has a tensor, created during its capture: the graph may be replayed on any
         stream, concurrently with others that were captured on the same stream.
         """
-        capture = self._kernel.capture_on(stream)
+        capture = self._few.kernel.capture_on(stream)
         place = stream, capture is not None
         owner, arrivals = self._arrivals.get(place, (None, None))
         if arrivals is None or owner != capture or arrivals.shape[0] < segments:
@@ -268,15 +314,15 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         """Return the largest relative error of the output for any query."""
         rotate, dtype = specialization.rotate, specialization.dtype
         formats = [replace(one, kv_heads=CHECKED_HEADS) for one in specialization.formats]
-        workers, narrow = multiprocessors(device), specialization.narrow
-        states, items, recents, counts, assignments = random_past(
-            formats, rotate, dtype, device, workers, narrow
-        )
-        tables = (items, recents, counts, assignments)
-        shared = DecodeArguments(*states, *tables, 0.1, numbers_of(*formats), rotate)
-        of_rows = random_basis(formats[0], rotate, device, (len(counts),)).sigma
-        both = (shared, shared._replace(sigma=of_rows))
-        found, expected = (torch.stack([*map(run, both)]) for run in (kernel, decode_by_torch))
+        problems = []
+        for workers in (multiprocessors(device), 1):  # with one, there are many segments
+            states, *tables = random_past(
+                formats, rotate, dtype, device, workers, specialization.narrow
+            )
+            shared = DecodeArguments(*states, *tables, 0.1, numbers_of(*formats), rotate)
+            of_rows = random_basis(formats[0], rotate, device, (len(states[0]),)).sigma
+            problems += [shared, shared._replace(sigma=of_rows)]
+        found, expected = (torch.stack([*map(run, problems)]) for run in (kernel, decode_by_torch))
         return relative_error(found, expected)
 
 

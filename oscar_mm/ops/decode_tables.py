@@ -30,6 +30,11 @@ product, and there are fewer parts; steps take 2% to 3% less time (30B-A3B after
 H100)."""
 SEGMENT_ITEMS = 20
 """Cost of switching a thread block to its next segment, in items."""
+MANY_SEGMENTS = 3
+"""Minimum segments per thread block with which warps have segments of their own
+(csrc/decode/decode_rows.cu)."""
+WARP_SEGMENT_ITEMS = 3
+"""Cost of switching a warp to its next segment, in items."""
 TILE = 16
 """Number of 16-bit tokens that a warp processes at a time."""
 HALF_PAGE = PAGE_TOKENS // 2
@@ -48,6 +53,12 @@ INT32 = "i"
 Entries: TypeAlias = "tuple[array[int], array[int]]"
 """Stored tokens of a sequence, int32: pages, two numbers for each as in ``Tables.items``, and slots
 of 16-bit tokens."""
+
+
+def has_many_segments(segments: int, workers: int) -> bool:
+    """Return whether warps, not thread blocks, divide the work list; it depends only on the number
+    of rows, since a CUDA graph serves all lengths."""
+    return segments >= MANY_SEGMENTS * workers
 
 
 @dataclass(frozen=True)
@@ -191,16 +202,17 @@ def assign(
 
     If there are no more segments than thread blocks, each thread block works on one segment, and
     segments get thread blocks in proportion to their length. Otherwise all thread blocks get equal
-    parts of the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty items:
-    without them, thread blocks with many short segments, such as padding rows of a graph, would
-    take longest.
+    parts of the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty items, or
+    ``WARP_SEGMENT_ITEMS`` if there are many: without them, thread blocks with many short segments,
+    such as padding rows of a graph, would take longest.
     """
     column_tiles = -(-columns // COLUMNS)
     per_sequence = kv_heads * column_tiles
     lengths = np.repeat([1 + tiles + pages for tiles, pages in counts], per_sequence)
     straddle = len(lengths) > workers
+    gap = WARP_SEGMENT_ITEMS if has_many_segments(len(lengths), workers) else SEGMENT_ITEMS
     if straddle:
-        lengths += SEGMENT_ITEMS
+        lengths += gap
     starts = np.concatenate([[0], np.cumsum(lengths)])
     total = int(starts[-1])
     if total * workers >= 1 << 31:
@@ -213,7 +225,7 @@ def assign(
         begins, ends = bounds[:-1], bounds[1:]
         # No part begins in a segment's empty places, and each part has items: parts are no shorter
         # than the mean segment.
-        segments = np.searchsorted(starts, begins + SEGMENT_ITEMS, side="right") - 1
+        segments = np.searchsorted(starts, begins + gap, side="right") - 1
         begins = np.maximum(begins, starts[segments])
         firsts = parts = np.zeros(used, np.int64)
     else:
@@ -229,7 +241,7 @@ def assign(
     tiles, pages = np.array(counts)[sequences].T
     columns_of = (
         *(begins, ends, total, min(workers, total), sequences, heads, column_tile, segments),
-        *(starts[segments], tiles, pages, firsts, parts),
+        *(starts[segments], tiles, pages, firsts, parts, gap),
     )
     for field, values in enumerate(columns_of):
         table[:used, field] = values

@@ -14,7 +14,7 @@ from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.modality import PADDING
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import DecodeKernel, Specialization, decode_kernel
-from oscar_mm.ops.decode_tables import DecodeArguments
+from oscar_mm.ops.decode_tables import MANY_SEGMENTS, DecodeArguments, tables_of
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_past
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
@@ -168,6 +168,50 @@ def test_a_long_row_among_many() -> None:
     output, expected = attention(cache, on_gpu(1, **shape), ids != PADDING)
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
     assert error_of(output[rows // 2], expected[rows // 2]) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("switch", ["auto", "no-bulk"])
+@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 1), (8, 1), (5, 3)])
+@pytest.mark.parametrize("policy", [STREAM, STREAM_2, COMPACT])
+def test_many_rows(
+    policy: KVPolicy, group: int, tokens: int, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of unequal lengths, more than thread blocks have: each warp has segments of its own."""
+    monkeypatch.setenv(SWITCH, switch)
+    most, rows = 400, MANY_SEGMENTS * multiprocessors(torch.device("cuda:0")) // 3 + 1
+    ids = images_and_text(most, rows).clone()
+    for row in range(rows):
+        ids[row, : row * most // (rows - 1)] = PADDING
+    shape = {"batch": rows, "kv_heads": 3, "group": group, "head_dim": 128}
+    cache = filled(policy, ids, **shape)
+    output, expected = attention(cache, on_gpu(tokens, **shape), ids != PADDING)
+    errors = [error_of(*one) for one in zip(output, expected, strict=True)]
+    assert max(errors) < 2 * BOUNDS[torch.bfloat16]
+
+
+def test_many_rows_beside_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long row is divided among dozens of warps; thread blocks get the same result."""
+    shape = {"kv_heads": 4, "group": 4, "head_dim": 64}
+    cache = filled(STREAM, images_and_text(60_000), **shape)
+    layer, (queries, keys, values) = cache.layers[0], on_gpu(1, batch=100, **shape)
+    pages, slots = cache.kv_manager.sequences[0].entries((*cache.policy.packed_bits, None))
+    # The others share its first pages and tokens.
+    rows = [(pages[: 2 * (row % 4)], slots[: 5 * row % len(slots)]) for row in range(100)]
+    rows[50] = pages, slots
+    tables = tables_of(rows, 4, 4, multiprocessors(layer.device), layer.device)
+    formats = tuple(layer.formats.values())
+    arguments = DecodeArguments(
+        *(queries, keys, values, [layer.pages[one.bits].storage for one in formats]),
+        *(layer.recent.storage, layer.sigma, *tables.of_past, 0.1, numbers_of(*formats), True),
+    )
+    kernel = kernel_of(cache)
+    assert kernel is not None
+    by_warps = [kernel(arguments) for _ in range(3)]
+    monkeypatch.setattr("oscar_mm.ops.decode.has_many_segments", lambda segments, workers: False)
+    by_blocks = kernel(arguments).double().cpu()
+    assert all(torch.equal(one, by_warps[0]) for one in by_warps)
+    for row in range(100):
+        assert error_of(by_warps[0][row], by_blocks[row]) < BOUNDS[torch.bfloat16]
 
 
 def test_a_row_that_has_ended_is_zero() -> None:
