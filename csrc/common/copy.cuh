@@ -2,7 +2,7 @@
 //
 // USE_TMA 1: the bulk copy engine (sm_90 and newer), issued by one lane.
 // USE_TMA 0: cp.async by all lanes of a warp (sm_80 and newer).
-// All lanes of a warp call begin, then copy for each piece, then end.
+// All lanes of a warp call begin, then copy for each piece, then end; or copy_rows.
 #pragma once
 
 #include "common/types.cuh"
@@ -54,23 +54,24 @@ __device__ __forceinline__ void copy_piece(void* target, const uint8_t* source, 
 #endif
 }
 
-// Copy a row of BYTES for each lane that has one; the row of lane l goes to the l-th place.
-template <int BYTES>
+__device__ __forceinline__ void copy_end(uint64_t* barrier) {
+#if !USE_TMA
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
+// Copy a row of BYTES for each of the first LANES lanes that has one, with no copy_begin or
+// copy_end; the row of lane l goes to the l-th place. Bulk copies of rows would be issued one after
+// the other.
+template <int BYTES, int LANES>
 __device__ __forceinline__ void copy_rows(uint8_t* target, const uint8_t* source, bool has_one,
                                           uint64_t* barrier, int lane) {
-#if USE_TMA
-  if (has_one)
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(target) + lane * BYTES),
-        "l"(source), "r"(BYTES), "r"(shared_address(barrier))
-        : "memory");
-#else
   constexpr int CHUNKS = BYTES / 16;
   static_assert(32 % CHUNKS == 0, "lanes divide rows among them");
   const uint32_t rows = __ballot_sync(~0u, has_one);
 #pragma unroll 4
-  for (int first = 0; first < 32; first += 32 / CHUNKS) {
+  for (int first = 0; first < LANES; first += 32 / CHUNKS) {
     const int row = first + lane / CHUNKS, at = lane % CHUNKS * 16;
     const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(source), row);
     if (rows >> row & 1)
@@ -79,13 +80,15 @@ __device__ __forceinline__ void copy_rows(uint8_t* target, const uint8_t* source
                    "l"(from + at)
                    : "memory");
   }
-#endif
-}
-
-__device__ __forceinline__ void copy_end(uint64_t* barrier) {
-#if !USE_TMA
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+#if USE_TMA
+  // Each lane's arrival adds to the count that the barrier waits for; the last one is expected.
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
+  __syncwarp();
+  if (lane == 0)
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+#else
+  copy_end(barrier);
 #endif
 }
 

@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       query.store(shared.query, params.scaling, warp, lane);
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i)
-        shared.plain[warp][channel_of(i, lane)] = query.plain[0][i];
+        shared.plain[warp][paired_channel(i, lane)] = query.plain[0][i];
     }
     __syncthreads();
     State state;

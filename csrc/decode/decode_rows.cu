@@ -71,12 +71,11 @@ __device__ __forceinline__ void request(const Params& params, Own& own, int side
     const int bytes = side ? VALUE_BYTES : KEY_BYTES;
     copy_begin(barrier, bytes, lane);
     copy_piece(target, source + side * KEY_BYTES, bytes, barrier, lane);
+    copy_end(barrier);
   } else {
-    copy_begin(barrier, entry.y * ROW_BYTES, lane);
-    copy_rows<ROW_BYTES>(target, row_of(params, part, item, entry.x, side, lane % TILE),
-                         lane < entry.y, barrier, lane);
+    copy_rows<ROW_BYTES, TILE>(target, row_of(params, part, item, entry.x, side, lane % TILE),
+                               lane < entry.y, barrier, lane);
   }
-  copy_end(barrier);
 }
 
 // Write a segment's output, or this warp's part of it; the last warp adds the parts.

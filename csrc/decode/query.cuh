@@ -34,6 +34,11 @@ __device__ __forceinline__ const ELEMENT* query_of(const Params& params, const A
          token * params.query_stride[2];
 }
 
+// Channel of element i of a lane: in pairs, because two channels are stored together.
+__device__ __forceinline__ int paired_channel(int i, int lane) {
+  return i / 2 * 64 + 2 * lane + i % 2;
+}
+
 // Queries of COUNT columns of a fragment, from `first` on. They are fetched before the first pages
 // are requested, because they would otherwise arrive after the pages.
 template <int COUNT>
@@ -49,7 +54,7 @@ struct Query {
     for (int column = 0; column < COUNT; ++column) {
       const ELEMENT* row = query_of(params, part, query_column(first + column));
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) plain[column][i] = row[channel_of(i, lane)];
+      for (int i = 0; i < PER_LANE; ++i) plain[column][i] = row[paired_channel(i, lane)];
     }
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -57,7 +62,7 @@ struct Query {
       // Computed here, not before the loop, because the compiler then uses fewer registers.
       if (params.sigma != nullptr)
         sigma[i] = params.sigma[part.sequence * params.sigma_row_stride +
-                                part.head * params.sigma_head_stride + channel_of(i, lane)];
+                                part.head * params.sigma_head_stride + paired_channel(i, lane)];
     }
   }
 
@@ -91,24 +96,21 @@ struct Query {
 #endif
     const float by = QUERY_RANGE / reach;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const float even = x[i] * by;
-      const float odd = __shfl_down_sync(~0u, even, 1);
-      const int channel = channel_of(i, lane);
+    for (int i = 0; i < PER_LANE; i += 2) {
+      const float even = x[i] * by, odd = x[i + 1] * by;
+      const int channel = paired_channel(i, lane);
       const uint32_t high = packed(even, odd, __half());
       const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high));
       uint32_t low = packed(even - rounded.x, odd - rounded.y, __half());
       const int step = channel / TILE, half = channel / 8 % 2, at = 4 * place + channel / 2 % 4;
 #if STREAM
-      total += even;
-      if (lane % 2 == 0) {
-        if (place < USED_COLUMNS) queries.parts[step][at][half] = {high, low};
-        store_fixed(queries.fixed, place, channel, even, odd);
-        if (REPEATS) store_fixed(queries.fixed, place + COLUMNS / 2, channel, even, odd);
-      }
+      total += even + odd;
+      if (place < USED_COLUMNS) queries.parts[step][at][half] = {high, low};
+      store_fixed(queries.fixed, place, channel, even, odd);
+      if (REPEATS) store_fixed(queries.fixed, place + COLUMNS / 2, channel, even, odd);
 #else
       if (NARROW && place < COLUMNS / 2) low = 0;  // it is in columns 4 to 7
-      if (lane % 2 == 0) queries.parts[step][half][at] = {high, low};
+      queries.parts[step][half][at] = {high, low};
 #endif
     }
 #if STREAM

@@ -23,14 +23,14 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
     if constexpr (SCALING == 2)
       copy_piece(target + HEAD_BYTES, page + static_cast<int64_t>(params.kv_heads) * bytes,
                  PageA::shared_bytes, barrier, lane);
+    copy_end(barrier);
   } else {
     // Each lane copies a token's key, or its value.
     const int token = lane % TILE;
-    copy_begin(barrier, 2 * entry.y * ROW_BYTES, lane);
-    copy_rows<ROW_BYTES>(target, row_of(params, part, item, entry.x, lane / TILE, token),
-                         token < entry.y, barrier, lane);
+    copy_rows<ROW_BYTES, 2 * TILE>(target,
+                                   row_of(params, part, item, entry.x, lane / TILE, token),
+                                   token < entry.y, barrier, lane);
   }
-  copy_end(barrier);
   if (lane == 0) {
     shared.uses[buffer] = entry.y;
     store_release(&shared.turns[buffer], turn);
