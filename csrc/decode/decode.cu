@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // Shared memory holds only half of the states: the upper warps store theirs first.
       if (warp >= SLOTS) store_state(shared.merge[warp - SLOTS], state, lane);
       __syncthreads();
-      if (warp < WARPS - SLOTS) add_state(shared, state, warp, lane);
+      if (warp < WARPS - SLOTS) add_state(shared.merge[warp], state, lane);
       __syncwarp();
     }
     if (warp < SLOTS) store_state(shared.merge[warp], state, lane);

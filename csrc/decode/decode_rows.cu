@@ -6,7 +6,8 @@
 // warps, which have queries and a buffer of their own and never wait for each other.
 //
 // A buffer holds one item: the keys of the next item are requested once the scores of this one are
-// known, and its values at the end, so that one of both is in flight while the other is in use.
+// known, and its values at the end, so that one of both is in flight while the other is in use. A
+// page is on its way to L2 before that.
 //
 // Compiled with the macros of decode.cu, but BUFFERS; one format of stream pages.
 
@@ -21,6 +22,9 @@
 
 static_assert(STREAM && !HAS_B, "no such kernel");
 constexpr int PARTS = PAGE_TOKENS / PART_TOKENS;  // of a page
+// Items after which the state is added to a record. Tensor cores cut off the sums that they add to,
+// so the error grows with the number of items.
+constexpr int MAX_ITEMS = 32;
 constexpr int KEY_BYTES = PageA::value_codes, VALUE_BYTES = PageA::head_bytes - KEY_BYTES;
 static_assert(KEY_BYTES >= TILE * ROW_BYTES && VALUE_BYTES >= TILE * ROW_BYTES,
               "a buffer holds 16 tokens in 16 bit");
@@ -60,22 +64,33 @@ __device__ __forceinline__ bool divide(const Params& params, Assignment& part, i
   return part.begin < part.end;
 }
 
+__device__ __forceinline__ const uint8_t* page_of(const Params& params, const Assignment& part,
+                                                  int2 entry) {
+  const int64_t page = entry.x * static_cast<int64_t>(PageA::page_bytes(params.kv_heads));
+  return params.pages_a + page + part.head * PageA::head_bytes;
+}
+
 // Copy the keys (side 0) or the values (side 1) of an item to the buffer.
 __device__ __forceinline__ void request(const Params& params, Own& own, int side,
                                         const Assignment& part, int item, int2 entry, int lane) {
   uint64_t* barrier = &own.full[side];
   uint8_t* target = own.buffer + side * KEY_BYTES;
   if (item > part.tiles) {
-    const int64_t page = entry.x * static_cast<int64_t>(PageA::page_bytes(params.kv_heads));
-    const uint8_t* source = params.pages_a + page + part.head * PageA::head_bytes;
     const int bytes = side ? VALUE_BYTES : KEY_BYTES;
     copy_begin(barrier, bytes, lane);
-    copy_piece(target, source + side * KEY_BYTES, bytes, barrier, lane);
+    copy_piece(target, page_of(params, part, entry) + side * KEY_BYTES, bytes, barrier, lane);
     copy_end(barrier);
   } else {
     copy_rows<ROW_BYTES, TILE>(target, row_of(params, part, item, entry.x, side, lane % TILE),
                                lane < entry.y, barrier, lane);
   }
+}
+
+// The warp's record of a segment in global memory. Along the work list, segment or warp changes from
+// part to part, so their sum identifies a part.
+__device__ __forceinline__ float (*record_of(const Params& params, const Assignment& part))[RECORD] {
+  const int64_t number = static_cast<int64_t>(part.index) + warp_of(part, part.begin);
+  return reinterpret_cast<float(*)[RECORD]>(params.partials + number * PART);
 }
 
 // Write a segment's output, or this warp's part of it; the last warp adds the parts.
@@ -86,11 +101,7 @@ __device__ __forceinline__ void finish_segment(const Params& params, const Own& 
   const int columns = min(COLUMNS, params.group * params.tokens - part.column_tile * COLUMNS);
   const float* records = own.records[0];
   if (parts > 1) {
-    // Along the work list, segment or warp changes from part to part, so their sum identifies a
-    // part.
-    float* partials = params.partials + static_cast<int64_t>(part.index) * PART;
-    float4* target = reinterpret_cast<float4*>(
-        partials + static_cast<int64_t>(warp_of(part, part.begin)) * PART);
+    float4* target = reinterpret_cast<float4*>(record_of(params, part));
     for (int i = lane; i < PART / 4; i += 32)
       target[i] = reinterpret_cast<const float4*>(records)[i];
     __syncwarp();
@@ -102,7 +113,7 @@ __device__ __forceinline__ void finish_segment(const Params& params, const Own& 
                    : "memory");
     if (__shfl_sync(~0u, before, 0) != parts - 1) return;
     if (lane == 0) params.arrivals[part.index] = 0;
-    records = partials + static_cast<int64_t>(first) * PART;
+    records = params.partials + (static_cast<int64_t>(part.index) + first) * PART;
   }
 #pragma unroll 1
   for (int column = 0; column < columns; ++column) {
@@ -156,6 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     own.part = part;
     const int last = run_of(part).last - 1;
     const bool goes_on = part.next() < part.end;
+    int left = MAX_ITEMS;
+    bool is_added = false;  // whether the record has earlier items
     while (true) {
       const bool is_page = item > part.tiles, is_last_plain = item == min(part.tiles, last);
       const bool ends = item == last, has_next = !ends || goes_on;
@@ -163,6 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       int2 next = {0, 0};
       if (ends && goes_on) part.advance(params);
       if (has_next) next = entry_of(params, part, next_item, lane);
+      if (has_next && next_item > part.tiles && lane == 0)
+        prefetch_piece(page_of(params, part, next), PageA::head_bytes);
       const int stop = entry.y & 0xff, start = entry.y >> 8 & 0xff;
       float scores[PARTS][PART_SCORES][4];
       barrier_wait(&own.full[0], parity);
@@ -196,12 +211,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (has_next) request(params, own, 1, part, next_item, next, lane);
       parity ^= 1;
       item = next_item, entry = next;
+      if (!ends && (--left > 0 || !is_page)) continue;
+      // Add the state to those of earlier items, and make room for more.
+      complete_state<PageA::Values::LOW>(state);
+      float(*record)[RECORD] = record_of(params, own.part);
+      if (is_added) add_state(record, state, lane);
+      __syncwarp();
+      store_state(ends ? own.records : record, state, lane);
+      __syncwarp();
       if (ends) break;
+      state.clear();
+      is_added = true, left = MAX_ITEMS;
     }
-    complete_state<PageA::Values::LOW>(state);
-    __syncwarp();
-    store_state(own.records, state, lane);
-    __syncwarp();
     finish_segment(params, own, lane);
     if (!goes_on) return;
     __syncwarp();

@@ -6,28 +6,6 @@
 
 static_assert(WARPS >= COLUMNS, "one warp per column");
 
-// Add the state of a slot to a warp's state.
-__device__ __forceinline__ void add_state(const Shared& shared, State& state, int slot, int lane) {
-  const int group = lane >> 2, quad = lane & 3;
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const float* column = shared.merge[slot][(2 * quad + c) % USED_COLUMNS];
-    const float other = column[HEAD_DIM + 1];
-    const float next = fmaxf(state.maximum[c], other);
-    const float ours = next == -INFINITY ? 0.0f : exp2_fast(state.maximum[c] - next);
-    const float theirs = next == -INFINITY ? 0.0f : exp2_fast(other - next);
-    state.maximum[c] = next;
-    state.sums[2 + c] = state.sums[2 + c] * ours + column[HEAD_DIM] * theirs;
-#pragma unroll
-    for (int tile = 0; tile < CHANNEL_TILES; ++tile)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& x = state.out[tile][2 * half + c];
-        x = x * ours + column[value_channel(tile, half, group)] * theirs;
-      }
-  }
-}
-
 // Whether this thread block is the last to write its part of a segment.
 __device__ __forceinline__ bool is_last_of(const Params& params, Shared& shared,
                                            const Assignment& part, int parts) {

@@ -7,9 +7,9 @@
 constexpr int PART = USED_COLUMNS * RECORD;  // floats of the records of a warp or thread block
 static_assert(PART % 4 == 0);
 
-// Store a warp's state as records in shared memory.
-__device__ __forceinline__ void store_state(float (&records)[USED_COLUMNS][RECORD],
-                                            const State& state, int lane) {
+// Store a warp's state as records.
+__device__ __forceinline__ void store_state(float (*records)[RECORD], const State& state,
+                                            int lane) {
   const int group = lane >> 2, quad = lane & 3;
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
@@ -22,6 +22,28 @@ __device__ __forceinline__ void store_state(float (&records)[USED_COLUMNS][RECOR
       column[HEAD_DIM] = state.sums[c];
       column[HEAD_DIM + 1] = state.maximum[c & 1];
     }
+  }
+}
+
+// Add records to a warp's state.
+__device__ __forceinline__ void add_state(const float (*records)[RECORD], State& state, int lane) {
+  const int group = lane >> 2, quad = lane & 3;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const float* column = records[(2 * quad + c) % USED_COLUMNS];
+    const float other = column[HEAD_DIM + 1];
+    const float next = fmaxf(state.maximum[c], other);
+    const float ours = next == -INFINITY ? 0.0f : exp2_fast(state.maximum[c] - next);
+    const float theirs = next == -INFINITY ? 0.0f : exp2_fast(other - next);
+    state.maximum[c] = next;
+    state.sums[2 + c] = state.sums[2 + c] * ours + column[HEAD_DIM] * theirs;
+#pragma unroll
+    for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& x = state.out[tile][2 * half + c];
+        x = x * ours + column[value_channel(tile, half, group)] * theirs;
+      }
   }
 }
 

@@ -87,7 +87,7 @@ class Tables:
     def within(cls, whole: torch.Tensor, arrays: tuple[np.ndarray, ...]) -> Tables:
         """Return the tables as views of a tensor that contains ``laid_out(arrays)``."""
         parts = whole.split([array.size for array in arrays])
-        assignments, items, recents, counts = (
+        assignments, items, counts, recents = (
             part.view(array.shape) for part, array in zip(parts, arrays, strict=True)
         )
         return cls(items, recents, counts, assignments)
@@ -128,7 +128,7 @@ def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
 
 def lengths_of(arrays: tuple[np.ndarray, ...]) -> tuple[int, int]:
     """Return the lengths of items and recents in the result of ``arrays_of``."""
-    _, items, recents, _ = arrays
+    _, items, _, recents = arrays
     return items.shape[1], recents.shape[1]
 
 
@@ -139,9 +139,10 @@ def arrays_of(
     workers: int,
     longest: tuple[int, int] = (1, 1),
 ) -> tuple[np.ndarray, ...]:
-    """Return assignments, items, recents and counts of ``Tables``, on the host.
+    """Return assignments, items, counts and recents of ``Tables``, on the host.
 
-    Assignments come first, since they are read 16 bytes at a time.
+    Assignments come first, since they are read 16 bytes at a time; pairs come before single
+    numbers, since they are read 8 bytes at a time.
 
     Args:
         entries, kv_heads, columns, workers: see ``tables_of``.
@@ -159,8 +160,8 @@ def arrays_of(
     return (
         assign(in_items, kv_heads, columns, workers),
         _by_row(items, in_pages, longest[0]),
-        _by_row(recents, in_16_bit, longest[1]),
         np.stack([in_16_bit, in_pages], axis=1),
+        _by_row(recents, in_16_bit, longest[1]),
     )
 
 
