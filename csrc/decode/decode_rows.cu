@@ -21,13 +21,17 @@
 #include "decode/records.cuh"
 
 static_assert(STREAM && !HAS_B, "no such kernel");
-constexpr int PARTS = PAGE_TOKENS / PART_TOKENS;  // of a page
+static_assert(PAGE_TOKENS == 2 * PART_TOKENS, "scores of two parts are kept");
 // Items after which the state is added to a record. Tensor cores cut off the sums that they add to,
 // so the error grows with the number of items.
 constexpr int MAX_ITEMS = 32;
 constexpr int KEY_BYTES = PageA::value_codes, VALUE_BYTES = PageA::head_bytes - KEY_BYTES;
 static_assert(KEY_BYTES >= TILE * ROW_BYTES && VALUE_BYTES >= TILE * ROW_BYTES,
               "a buffer holds 16 tokens in 16 bit");
+
+struct PartScores {
+  float of[PART_SCORES][4];
+};
 
 // Shared memory of a warp.
 struct Own {
@@ -179,31 +183,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (has_next && next_item > part.tiles && lane == 0)
         prefetch_piece(page_of(params, part, next), PageA::head_bytes);
       const int stop = entry.y & 0xff, start = entry.y >> 8 & 0xff;
-      float scores[PARTS][PART_SCORES][4];
+      // Of the last part that was read, and of the one before.
+      PartScores scores, before;
+      const int first_part = start / PART_TOKENS;
       barrier_wait(&own.full[0], parity);
       if (is_page) {
         float center[2];
         if (CENTER) center_products(center, own.query.parts, own.buffer + PageA::center, lane);
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i)
-          if (start < (i + 1) * PART_TOKENS && stop > i * PART_TOKENS)
-            part_scores<PageA>(scores[i], own.buffer, own.query, center, i, lane);
+#pragma unroll 1
+        for (int i = first_part; i * PART_TOKENS < stop; ++i) {
+          before = scores;
+          part_scores<PageA>(scores.of, own.buffer, own.query, center, i, lane);
+        }
       } else {
-        plain_scores(scores[0][0], own.buffer,
+        plain_scores(scores.of[0], own.buffer,
                      query_of(params, own.part, query_column(lane >> 2)), lane);
       }
       __syncwarp();
       if (has_next) request(params, own, 0, part, next_item, next, lane);
       barrier_wait(&own.full[1], parity);
       if (is_page) {
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i)
-          if (start < (i + 1) * PART_TOKENS && stop > i * PART_TOKENS)
-            attend_part<PageA>(state, own.buffer, i, scores[i], own.query, start, stop, lane);
+        if ((first_part + 1) * PART_TOKENS >= stop) before = scores;  // there is only one part
+#pragma unroll 1
+        for (int i = first_part; i * PART_TOKENS < stop; ++i) {
+          attend_part<PageA>(state, own.buffer, i, before.of, own.query, start, stop, lane);
+          before = scores;
+        }
       } else {
         int visible[2];
         visible_tokens(visible, params, own.part, item, lane);
-        attend_plain(state, scores[0][0], own.buffer + KEY_BYTES, stop,
+        attend_plain(state, scores.of[0], own.buffer + KEY_BYTES, stop,
                      params.scaling * LOG2E, visible, lane);
         if (is_last_plain) settle_plain<PageA::Values::LOW>(state, lane);
       }

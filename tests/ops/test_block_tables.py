@@ -14,7 +14,15 @@ from oscar_mm.ops.block_tables import (
     checked_tables,
     row_tiles,
 )
-from oscar_mm.ops.decode_tables import FEWEST_ITEMS, FIELDS, ROUND_ITEMS, SEGMENT_ITEMS, assign
+from oscar_mm.ops.decode_tables import (
+    FEWEST_ITEMS,
+    FIELDS,
+    MANY_SEGMENTS,
+    ROUND_ITEMS,
+    SEGMENT_ITEMS,
+    WARP_SEGMENT_ITEMS,
+    assign,
+)
 from oscar_mm.ops.rings import MAX_ROWS
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from tests.compiled import architectures, compile_once, same_struct
@@ -122,6 +130,8 @@ def test_the_kernel_compiles(arch: str) -> None:
         f"static_assert(MAX_ROWS == {MAX_ROWS} && FIELDS == {FIELDS});\n"
         f"static_assert(HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS} && TILE == {TILE});\n"
         f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS} && ROUND_ITEMS == {ROUND_ITEMS});\n"
+        f"static_assert(MANY_SEGMENTS == {MANY_SEGMENTS});\n"
+        f"static_assert(WARP_SEGMENT_ITEMS == {WARP_SEGMENT_ITEMS});\n"
         f"static_assert(FEWEST_ITEMS == {FEWEST_ITEMS} && NOTHING == {NOTHING + 1} - 1);\n"
     )
     report = compile_once("block_tables/block_tables.cu", text, arch, {})["block_tables"]
