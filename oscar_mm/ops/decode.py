@@ -316,11 +316,12 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         formats = [replace(one, kv_heads=CHECKED_HEADS) for one in specialization.formats]
         problems = []
         for workers in (multiprocessors(device), 1):  # with one, there are many segments
-            states, *tables = random_past(
+            states, items, recents, counts, assignments = random_past(
                 formats, rotate, dtype, device, workers, specialization.narrow
             )
+            tables = (items, recents, counts, assignments)
             shared = DecodeArguments(*states, *tables, 0.1, numbers_of(*formats), rotate)
-            of_rows = random_basis(formats[0], rotate, device, (len(states[0]),)).sigma
+            of_rows = random_basis(formats[0], rotate, device, (len(counts),)).sigma
             problems += [shared, shared._replace(sigma=of_rows)]
         found, expected = (torch.stack([*map(run, problems)]) for run in (kernel, decode_by_torch))
         return relative_error(found, expected)

@@ -100,11 +100,10 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("name", ["stream 3/2", "stream 2/2"])
 @pytest.mark.parametrize("arch", architectures(SHARED_LIMITS))
-def test_many_rows(arch: str, name: str, columns: int) -> None:
+def test_many_rows(arch: str, columns: int) -> None:
     """The kernel in which each warp has segments of its own."""
-    made = specialization(POLICIES[name], 128, columns)
+    made = specialization(POLICIES["stream 3/2"], 128, columns)
     warps = made.rows_warps(SHARED_LIMITS[arch] * 1024)
     assert warps is not None
     text = (csrc_folder() / "decode/decode_rows.cu").read_text() + (
