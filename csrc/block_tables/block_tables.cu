@@ -14,7 +14,8 @@ constexpr int HEAD = 4;            // integers of a job, or a beginning, before 
 constexpr int CENTER_TOKENS = 32;
 constexpr int FIELDS = 16;         // integers of an assignment
 constexpr int SEGMENT_ITEMS = 20;  // empty places after a segment, if thread blocks have several
-constexpr int MANY_SEGMENTS = 3;   // segments per thread block from which warps divide the list
+constexpr int MANY_SEGMENTS = 3;   // segments per thread block from which warps may divide the list
+constexpr int SHORT_ITEMS = 48;    // maximum mean items of these segments
 constexpr int WARP_SEGMENT_ITEMS = 3;  // empty places after a segment then
 constexpr int FEWEST_ITEMS = 8;    // minimum items of a thread block of decode, if there are enough
 constexpr int ROUND_ITEMS = 12;    // minimum if three quarters of the thread blocks would have work
@@ -96,9 +97,13 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto items_of = [&](int row) { return Exact(params, row).items(); };
   const bool few = rows * per_row <= params.workers;
-  const int gap =
-      rows * per_row < MANY_SEGMENTS * params.workers ? SEGMENT_ITEMS : WARP_SEGMENT_ITEMS;
+  if (warp == 0) sums_before(before, rows, lane, items_of);
+  __syncthreads();
+  const bool by_warps = rows * per_row >= MANY_SEGMENTS * params.workers &&
+                        before[rows] <= SHORT_ITEMS * rows;
+  const int gap = by_warps ? WARP_SEGMENT_ITEMS : SEGMENT_ITEMS;
   const auto length_of = [&](int row) { return items_of(row) + (few ? 0 : gap); };
+  __syncthreads();
   if (warp == 0) sums_before(before, rows, lane, length_of);
   __syncthreads();
   const int total = per_row * before[rows];
@@ -151,8 +156,8 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
       const int segment = row * per_row + within, tiles = Exact(params, row).tiles();
       const int found[] = {first, last, total, min(params.workers, total), row, head, tile, segment,
                            start, tiles, items - 1 - tiles, few ? first_of(row) + within * size : 0,
-                           few ? size : 0, gap};
-      for (int i = 0; i < 14; ++i) fields[i] = found[i];
+                           few ? size : 0, gap, by_warps};
+      for (int i = 0; i < 15; ++i) fields[i] = found[i];
     }
     for (int i = 0; i < FIELDS; ++i) params.assignments[worker * FIELDS + i] = fields[i];
   }

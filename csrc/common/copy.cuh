@@ -54,13 +54,6 @@ __device__ __forceinline__ void copy_piece(void* target, const uint8_t* source, 
 #endif
 }
 
-// Bring data to L2 that will be copied soon; called by one lane.
-__device__ __forceinline__ void prefetch_piece(const uint8_t* source, uint32_t bytes) {
-#if USE_TMA
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-#endif
-}
-
 __device__ __forceinline__ void copy_end(uint64_t* barrier) {
 #if !USE_TMA
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))

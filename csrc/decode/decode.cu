@@ -18,12 +18,16 @@
 // VALUE_BITS_B (0: none) of one or two page formats, ELEMENT (__half, __nv_bfloat16), WARPS (at
 // least 8), BUFFERS (with fewer than WARPS, some warps wait), USE_TMA (copy.cuh), ROTATE, NARROW
 // (1: at most 4 columns are in use, and columns 4 to 7 have the low parts of 0 to 3, which needs no
-// further product; 0: the low parts have their own products).
+// further product; 0: the low parts have their own products), BY_WARPS (1: with by_warps.cuh, for
+// work lists of short segments; 0: thread blocks take these too).
 
 #include "common/overlap.cuh"
 #include "decode/attend_page.cuh"
 #include "decode/attend_plain.cuh"
 #include "decode/attend_stream.cuh"
+#if BY_WARPS
+#include "decode/by_warps.cuh"
+#endif
 #include "decode/merge.cuh"
 #include "decode/query.cuh"
 #include "decode/request.cuh"
@@ -111,6 +115,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // A shuffle tells the compiler that a warp's branches on it do not diverge.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   Assignment part = params.assignments[blockIdx.x];
+#if BY_WARPS
+  if (part.by_warps) {
+    by_warps::attend(params, raw, part, warp, lane);
+    return;
+  }
+#endif
   if (threadIdx.x == 0) shared.first = part.first, shared.parts = part.parts;
   if (threadIdx.x < BUFFERS) {
     barrier_init(&shared.full[threadIdx.x]);

@@ -29,6 +29,7 @@ struct alignas(16) Assignment {
   int tiles, pages;     // of the sequence: tiles of up to 16 16-bit tokens, pages of 128
   int first, parts;     // thread blocks of the segment, if each has one segment; else parts is 0
   int gap;              // empty places of the list after a segment, if parts is 0
+  int by_warps;         // whether warps divide the list (by_warps.cuh), not thread blocks
 
   __device__ int items() const { return 1 + tiles + pages; }
 

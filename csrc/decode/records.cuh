@@ -69,7 +69,7 @@ struct Column {
     float next = fmaxf(top, maximum);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
-    if (next == -INFINITY) return;
+    if (__all_sync(~0u, next == -INFINITY)) return;  // a vote, so that lanes do not diverge
     const float mine = exp2_fast(top - next), before = exp2_fast(maximum - next);
     sum *= mine;
 #pragma unroll

@@ -21,7 +21,6 @@ from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (
     ELEMENTS,
     OUT_OF_ORDER,
-    Kernel,
     Strides,
     addresses,
     aligned_rows,
@@ -39,7 +38,7 @@ from oscar_mm.kernels.launch import (
     warn_once,
 )
 from oscar_mm.kernels.self_check import OperationKernel, relative_error
-from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, DecodeArguments, has_many_segments
+from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, DecodeArguments, by_warps
 from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.library import STATES, ArgumentChecker, define, numbers_of
 from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_past
@@ -54,8 +53,6 @@ attends to the copy. Both are equally fast at 224 queries with float32 states, a
 bfloat16 states on a CPU with AMX; heads, head_dim and past hardly matter."""
 _MAX_VALUE_GROUPS = 4
 """Value groups of a head that the GPU kernel has registers for."""
-_ROWS_WARPS = 12
-"""Warps per thread block of csrc/decode/decode_rows.cu, which leaves 168 registers for each."""
 _checker = ArgumentChecker("decode")
 
 
@@ -147,6 +144,7 @@ class Specialization(NamedTuple):
             "WARPS": warps,
             "BUFFERS": buffers,
             "USE_TMA": int(tma),
+            "BY_WARPS": int(self._takes_warps(warps)),
         }
 
     @property
@@ -164,6 +162,22 @@ class Specialization(NamedTuple):
             return COLUMNS * (self.head_dim * 4 + 4)
         fixed = self.head_dim * (32 if self.narrow else 16)
         return self._columns * self.head_dim * 4 + fixed + COLUMNS * 8
+
+    def _takes_warps(self, warps: int) -> bool:
+        """Whether warps may divide the work list. 16 warps have too few registers."""
+        return self._is_stream and self.narrow and len(self.formats) == 1 and warps <= 12
+
+    def launch_bytes(self, warps: int, buffers: int) -> int:
+        """Return the shared memory of a thread block."""
+        of_warps = warps * self.warp_bytes if self._takes_warps(warps) else 0
+        return max(self.shared_bytes(warps, buffers), of_warps)
+
+    @property
+    def warp_bytes(self) -> int:
+        """``sizeof(Own)`` of csrc/decode/by_warps.cuh."""
+        records = self._columns * (self.head_dim + 3) * 4
+        size = _aligned(self.head_bytes, 16) + _aligned(max(self._query_bytes, records), 16)
+        return _aligned(size + 16 + FIELDS * 4, 128)
 
     def shared_bytes(self, warps: int, buffers: int) -> int:
         """Return ``sizeof(Shared)`` of csrc/decode/decode.cu."""
@@ -192,30 +206,6 @@ class Specialization(NamedTuple):
                     return warps, buffers
         return None
 
-    @property
-    def warp_bytes(self) -> int:
-        """``sizeof(Own)`` of csrc/decode/decode_rows.cu."""
-        records = self._columns * (self.head_dim + 3) * 4
-        size = _aligned(self.head_bytes, 16) + _aligned(max(self._query_bytes, records), 16)
-        return _aligned(size + 16 + FIELDS * 4, 128)
-
-    def rows_warps(self, limit: int) -> int | None:
-        """Return the number of warps of csrc/decode/decode_rows.cu for a shared memory limit in
-        bytes; None if it does not support the pages, or not even 4 warps fit."""
-        warps = min(_ROWS_WARPS, limit // self.warp_bytes)
-        takes = self._is_stream and len(self.formats) == 1
-        return warps if takes and warps >= 4 else None
-
-
-class _Launch(NamedTuple):
-    """A kernel, and how it is launched."""
-
-    kernel: Kernel
-    warps: int
-    shared_bytes: int
-    parts: int
-    """Parts of the work list per thread block."""
-
 
 class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.02):
     """CUDA kernel of ``decode``.
@@ -233,16 +223,10 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
                 f"a thread block has {limit} bytes of shared memory on {device}, too few for "
                 f"pages of {specialization.head_bytes} bytes per head"
             )
-        warps, buffers = shape
-        macros = specialization.macros(warps, buffers, uses_tma(device))
-        kernel = self._load("decode/decode.cu", macros)
-        self._few = self._many = _Launch(
-            kernel, warps, specialization.shared_bytes(warps, buffers), parts=1
-        )
-        if (warps := specialization.rows_warps(limit)) is not None:
-            macros = specialization.macros(warps, 0, uses_tma(device))
-            kernel = self._load("decode/decode_rows.cu", macros)
-            self._many = _Launch(kernel, warps, warps * specialization.warp_bytes, parts=warps)
+        self.warps, buffers = shape
+        self._shared_bytes = specialization.launch_bytes(self.warps, buffers)
+        macros = specialization.macros(self.warps, buffers, uses_tma(device))
+        self._kernel = self._load("decode/decode.cu", macros)
         self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
 
     def __call__(
@@ -271,8 +255,7 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         columns = query_heads // kv_heads * tokens
         segments = batch * kv_heads * -(-columns // COLUMNS)
         workers = assignments.shape[0]
-        launch = self._many if has_many_segments(segments, workers) else self._few
-        parts = segments + workers * launch.parts
+        parts = segments + workers * (self.warps if by_warps(segments, workers) else 1)
         partials = output.new_empty(parts * COLUMNS * (head_dim + 3), dtype=torch.float32)
         arrivals = self._arrivals_on(stream, segments, queries.device)
         pools = [*pages, None, None][:2]
@@ -286,8 +269,8 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
             early,
             arguments.scaling,
         )
-        grid, block = (workers, 1, 1), (launch.warps * 32, 1, 1)
-        launch.kernel.launch(grid, block, launch.shared_bytes, params, stream, dependent=True)
+        grid, block = (workers, 1, 1), (self.warps * 32, 1, 1)
+        self._kernel.launch(grid, block, self._shared_bytes, params, stream, dependent=True)
         return output
 
     def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
@@ -297,7 +280,7 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         Each graph also has a tensor, created during its capture: the graph may be replayed on any
         stream, concurrently with others that were captured on the same stream.
         """
-        capture = self._few.kernel.capture_on(stream)
+        capture = self._kernel.capture_on(stream)
         place = stream, capture is not None
         owner, arrivals = self._arrivals.get(place, (None, None))
         if arrivals is None or owner != capture or arrivals.shape[0] < segments:

@@ -31,8 +31,10 @@ H100)."""
 SEGMENT_ITEMS = 20
 """Cost of switching a thread block to its next segment, in items."""
 MANY_SEGMENTS = 3
-"""Minimum segments per thread block with which warps have segments of their own
-(csrc/decode/decode_rows.cu)."""
+"""Minimum segments per thread block with which warps may have segments of their own
+(csrc/decode/by_warps.cuh)."""
+SHORT_ITEMS = 48
+"""Maximum mean items of these segments; longer ones are faster by thread blocks."""
 WARP_SEGMENT_ITEMS = 3
 """Cost of switching a warp to its next segment, in items."""
 TILE = 16
@@ -55,10 +57,10 @@ Entries: TypeAlias = "tuple[array[int], array[int]]"
 of 16-bit tokens."""
 
 
-def has_many_segments(segments: int, workers: int) -> bool:
-    """Return whether warps, not thread blocks, divide the work list; it depends only on the number
-    of rows, since a CUDA graph serves all lengths."""
-    return segments >= MANY_SEGMENTS * workers
+def by_warps(segments: int, workers: int, items: int = 0) -> bool:
+    """Return whether warps, not thread blocks, divide the work list; without the number of items,
+    whether they may."""
+    return segments >= MANY_SEGMENTS * workers and items <= SHORT_ITEMS * segments
 
 
 @dataclass(frozen=True)
@@ -204,14 +206,15 @@ def assign(
     If there are no more segments than thread blocks, each thread block works on one segment, and
     segments get thread blocks in proportion to their length. Otherwise all thread blocks get equal
     parts of the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty items, or
-    ``WARP_SEGMENT_ITEMS`` if there are many: without them, thread blocks with many short segments,
-    such as padding rows of a graph, would take longest.
+    ``WARP_SEGMENT_ITEMS`` if warps divide the list: without them, thread blocks with many short
+    segments, such as padding rows of a graph, would take longest.
     """
     column_tiles = -(-columns // COLUMNS)
     per_sequence = kv_heads * column_tiles
     lengths = np.repeat([1 + tiles + pages for tiles, pages in counts], per_sequence)
     straddle = len(lengths) > workers
-    gap = WARP_SEGMENT_ITEMS if has_many_segments(len(lengths), workers) else SEGMENT_ITEMS
+    divided = by_warps(len(lengths), workers, int(lengths.sum()))
+    gap = WARP_SEGMENT_ITEMS if divided else SEGMENT_ITEMS
     if straddle:
         lengths += gap
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -242,7 +245,7 @@ def assign(
     tiles, pages = np.array(counts)[sequences].T
     columns_of = (
         *(begins, ends, total, min(workers, total), sequences, heads, column_tile, segments),
-        *(starts[segments], tiles, pages, firsts, parts, gap),
+        *(starts[segments], tiles, pages, firsts, parts, gap, divided),
     )
     for field, values in enumerate(columns_of):
         table[:used, field] = values

@@ -89,6 +89,8 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
             "static_assert(sizeof(Assignment) == 64);\n"
         )
         macros = made.macros(*shape, arch in TMA)
+        if macros["BY_WARPS"]:
+            text += f"static_assert(sizeof(by_warps::Own) == {made.warp_bytes});\n"
         report = compile_once("decode/decode.cu", text, arch, macros)["decode"]
         print(arch, head_dim, columns, shape, report)
         for name, value in asdict(report).items():
@@ -97,21 +99,6 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
         return report
 
     return compile_decode
-
-
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("arch", architectures(SHARED_LIMITS))
-def test_many_rows(arch: str, columns: int) -> None:
-    """The kernel in which each warp has segments of its own."""
-    made = specialization(POLICIES["stream 3/2"], 128, columns)
-    warps = made.rows_warps(SHARED_LIMITS[arch] * 1024)
-    assert warps is not None
-    text = (csrc_folder() / "decode/decode_rows.cu").read_text() + (
-        f"static_assert(sizeof(Own) == {made.warp_bytes});\n{same_struct(Params)}"
-    )
-    macros = made.macros(warps, 0, arch in TMA)
-    report = compile_once("decode/decode_rows.cu", text, arch, macros)["decode_rows"]
-    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)

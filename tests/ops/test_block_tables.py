@@ -20,6 +20,7 @@ from oscar_mm.ops.decode_tables import (
     MANY_SEGMENTS,
     ROUND_ITEMS,
     SEGMENT_ITEMS,
+    SHORT_ITEMS,
     WARP_SEGMENT_ITEMS,
     assign,
 )
@@ -130,7 +131,7 @@ def test_the_kernel_compiles(arch: str) -> None:
         f"static_assert(MAX_ROWS == {MAX_ROWS} && FIELDS == {FIELDS});\n"
         f"static_assert(HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS} && TILE == {TILE});\n"
         f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS} && ROUND_ITEMS == {ROUND_ITEMS});\n"
-        f"static_assert(MANY_SEGMENTS == {MANY_SEGMENTS});\n"
+        f"static_assert(MANY_SEGMENTS == {MANY_SEGMENTS} && SHORT_ITEMS == {SHORT_ITEMS});\n"
         f"static_assert(WARP_SEGMENT_ITEMS == {WARP_SEGMENT_ITEMS});\n"
         f"static_assert(FEWEST_ITEMS == {FEWEST_ITEMS} && NOTHING == {NOTHING + 1} - 1);\n"
     )

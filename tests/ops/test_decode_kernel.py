@@ -12,9 +12,10 @@ from oscar_mm.cache.paged_attention import attend_stored
 from oscar_mm.kernels.launch import SWITCH, multiprocessors
 from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.modality import PADDING
+from oscar_mm.ops import decode_tables
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import DecodeKernel, Specialization, decode_kernel
-from oscar_mm.ops.decode_tables import MANY_SEGMENTS, DecodeArguments, tables_of
+from oscar_mm.ops.decode_tables import MANY_SEGMENTS, DecodeArguments, assign, tables_of
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_past
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
@@ -190,7 +191,7 @@ def test_many_rows(
 
 
 def test_many_rows_beside_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The long row is divided among dozens of warps; thread blocks get the same result."""
+    """The long row is divided among many warps; thread blocks get the same result."""
     shape = {"kv_heads": 4, "group": 4, "head_dim": 64}
     cache = filled(STREAM, images_and_text(60_000), **shape)
     layer, (queries, keys, values) = cache.layers[0], on_gpu(1, batch=100, **shape)
@@ -198,20 +199,27 @@ def test_many_rows_beside_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # The others share its first pages and tokens.
     rows = [(pages[: 2 * (row % 4)], slots[: 5 * row % len(slots)]) for row in range(100)]
     rows[50] = pages, slots
-    tables = tables_of(rows, 4, 4, multiprocessors(layer.device), layer.device)
     formats = tuple(layer.formats.values())
-    arguments = DecodeArguments(
-        *(queries, keys, values, [layer.pages[one.bits].storage for one in formats]),
-        *(layer.recent.storage, layer.sigma, *tables.of_past, 0.1, numbers_of(*formats), True),
-    )
     kernel = kernel_of(cache)
     assert kernel is not None
-    by_warps = [kernel(arguments) for _ in range(3)]
-    monkeypatch.setattr("oscar_mm.ops.decode.has_many_segments", lambda segments, workers: False)
-    by_blocks = kernel(arguments).double().cpu()
-    assert all(torch.equal(one, by_warps[0]) for one in by_warps)
-    for row in range(100):
-        assert error_of(by_warps[0][row], by_blocks[row]) < BOUNDS[torch.bfloat16]
+
+    def run() -> torch.Tensor:
+        assign.cache_clear()
+        tables = tables_of(rows, 4, 4, multiprocessors(layer.device), layer.device)
+        assert (
+            tables.assignments[:, 14] == decode_tables.by_warps(400, multiprocessors(layer.device))
+        ).all()
+        pages = [layer.pages[one.bits].storage for one in formats]
+        states = (queries, keys, values, pages, layer.recent.storage, layer.sigma)
+        numbers = numbers_of(*formats)
+        return kernel(DecodeArguments(*states, *tables.of_past, 0.1, numbers, True))
+
+    of_warps = [run() for _ in range(3)]
+    assert all(torch.equal(one, of_warps[0]) for one in of_warps)
+    monkeypatch.setattr(decode_tables, "by_warps", lambda *_: False)
+    of_blocks = run().double().cpu()
+    for one, other in zip(of_warps[0], of_blocks, strict=True):
+        assert error_of(one, other) < BOUNDS[torch.bfloat16]
 
 
 def test_a_row_that_has_ended_is_zero() -> None:

@@ -1,15 +1,13 @@
-// decode_rows: the same as decode, for many sequences: each warp attends to segments of its own.
+// Decode attention by warps: each warp attends to segments of its own.
 //
-// A thread block of decode waits for its slowest warp before it moves on to the next segment, which
-// takes as long as 20 pages. If there are several segments for each thread block, the part of each
-// warp is long enough without the others. So here the work list (decode.cu) is split evenly over
-// warps, which have queries and a buffer of their own and never wait for each other.
+// A thread block waits for its slowest warp before it moves on to the next segment, which takes as
+// long as 20 pages. If segments are short and many, the part of each warp is long enough without the
+// others. So here the work list (decode.cu) is split evenly over warps, which have queries and a
+// buffer of their own and never wait for each other.
 //
 // A buffer holds one item: the keys of the next item are requested once the scores of this one are
-// known, and its values at the end, so that one of both is in flight while the other is in use. A
-// page is on its way to L2 before that.
-//
-// Compiled with the macros of decode.cu, but BUFFERS; one format of stream pages.
+// known, and its values at the end, so that one of both is in flight while the other is in use.
+#pragma once
 
 #include "common/copy.cuh"
 #include "common/overlap.cuh"
@@ -20,7 +18,9 @@
 #include "decode/query.cuh"
 #include "decode/records.cuh"
 
-static_assert(STREAM && !HAS_B, "no such kernel");
+namespace by_warps {
+
+static_assert(SPLIT && !HAS_B, "no such kernel");
 static_assert(PAGE_TOKENS == 2 * PART_TOKENS, "scores of two parts are kept");
 // Items after which the state is added to a record. Tensor cores cut off the sums that they add to,
 // so the error grows with the number of items.
@@ -97,11 +97,42 @@ __device__ __forceinline__ float (*record_of(const Params& params, const Assignm
   return reinterpret_cast<float(*)[RECORD]>(params.partials + number * PART);
 }
 
+// Bring the 16-bit tokens of a segment to L2: they take a warp less time than their copies would.
+__device__ __forceinline__ void prefetch_tokens(const Params& params, const Assignment& part,
+                                                int lane) {
+  constexpr int AT_ONCE = 4, LINE = 128;
+  const Run run = run_of(part);
+#pragma unroll 1
+  for (int first = max(run.first, 1); first < min(run.last, part.tiles + 1); first += AT_ONCE) {
+    int2 entries[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      entries[i] = first + i <= part.tiles ? entry_of(params, part, first + i, lane) : int2{};
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (lane % TILE < entries[i].y)
+#pragma unroll
+        for (int at = 0; at < ROW_BYTES; at += LINE)
+          asm volatile("prefetch.global.L2 [%0];" ::"l"(
+              row_of(params, part, first + i, entries[i].x, lane / TILE, lane % TILE) + at));
+  }
+}
+
+// The same number in all lanes: tells the compiler that branches on it do not diverge.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+__device__ __forceinline__ void make_uniform(Assignment& part) {
+  part.begin = uniform(part.begin), part.end = uniform(part.end);
+  part.start = uniform(part.start), part.sequence = uniform(part.sequence);
+  part.tiles = uniform(part.tiles), part.pages = uniform(part.pages);
+  part.gap = uniform(part.gap);
+}
+
 // Write a segment's output, or this warp's part of it; the last warp adds the parts.
 __device__ __forceinline__ void finish_segment(const Params& params, const Own& own, int lane) {
   const Assignment part = own.part;
-  const int first = warp_of(part, part.start);
-  const int parts = warp_of(part, part.start + part.items() - 1) - first + 1;
+  const int first = uniform(warp_of(part, part.start));
+  const int parts = uniform(warp_of(part, part.start + part.items() - 1)) - first + 1;
   const int columns = min(COLUMNS, params.group * params.tokens - part.column_tile * COLUMNS);
   const float* records = own.records[0];
   if (parts > 1) {
@@ -130,11 +161,10 @@ __device__ __forceinline__ void finish_segment(const Params& params, const Own& 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    decode_rows(const __grid_constant__ Params params) {
-  extern __shared__ __align__(128) uint8_t raw[];
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  Own& own = reinterpret_cast<Own*>(raw)[warp];
+// All work of a thread block; part: its part of the work list.
+__device__ __forceinline__ void attend(const Params& params, uint8_t* shared, Assignment part,
+                                       int warp, int lane) {
+  Own& own = reinterpret_cast<Own*>(shared)[warp];
   if (lane < 2) barrier_init(&own.full[lane]);
 #if USE_TMA
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -143,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Stored tokens may be requested before the preceding kernel has ended; it writes the new tokens
   // and the queries.
   if (!params.early) wait_for_previous();
-  Assignment part = params.assignments[blockIdx.x];
-  if (part.begin == part.end || !divide(params, part, warp)) return;
+  if (!divide(params, part, warp)) return;
+  make_uniform(part);
   int item = max(part.begin - part.start, 0);
   int2 entry = entry_of(params, part, item, lane);
 #pragma unroll 1
@@ -158,13 +188,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   uint32_t parity = 0;
   while (true) {
-    constexpr int AT_ONCE = 4;  // columns
-#pragma unroll 1
-    for (int first = 0; first < USED_COLUMNS; first += AT_ONCE) {
-      Query<AT_ONCE> query;
-      query.fetch(params, part, first, lane);
-      query.store(own.query, params.scaling, first, lane);
-    }
+    prefetch_tokens(params, part, lane);
+    Query<USED_COLUMNS> query;
+    query.fetch(params, part, 0, lane);
+    query.store(own.query, params.scaling, 0, lane);
     __syncwarp();
     State state;
     state.clear();
@@ -178,11 +205,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const bool ends = item == last, has_next = !ends || goes_on;
       const int next_item = ends ? 0 : item + 1;
       int2 next = {0, 0};
-      if (ends && goes_on) part.advance(params);
+      if (ends && goes_on) part.advance(params), make_uniform(part);
       if (has_next) next = entry_of(params, part, next_item, lane);
-      if (has_next && next_item > part.tiles && lane == 0)
-        prefetch_piece(page_of(params, part, next), PageA::head_bytes);
-      const int stop = entry.y & 0xff, start = entry.y >> 8 & 0xff;
+      const int used = uniform(entry.y), stop = used & 0xff, start = used >> 8 & 0xff;
       // Of the last part that was read, and of the one before.
       PartScores scores, before;
       const int first_part = start / PART_TOKENS;
@@ -237,3 +262,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
   }
 }
+
+}  // namespace by_warps
