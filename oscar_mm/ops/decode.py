@@ -69,6 +69,20 @@ class Params(ctypes.Structure):
     )
 
 
+class BlockShape(NamedTuple):
+    """Size of a thread block.
+
+    Attributes:
+        warps: number of warps.
+        buffers: number of pages that it has room for.
+        by_warps: whether its warps can attend to segments of their own (csrc/decode/by_warps.cuh).
+    """
+
+    warps: int
+    buffers: int
+    by_warps: bool
+
+
 class Specialization(NamedTuple):
     """Compile-time parameters of the kernel; equal parameters share a kernel."""
 
@@ -129,7 +143,7 @@ class Specialization(NamedTuple):
         """Size of one KV head in the larger page, in bytes."""
         return max(page_format.head_bytes for page_format in self.formats)
 
-    def macros(self, warps: int, buffers: int, tma: bool) -> dict[str, str | int]:
+    def macros(self, shape: BlockShape, tma: bool) -> dict[str, str | int]:
         """Return the macros for csrc/decode/decode.cu."""
         first, *more = (page_format.bits for page_format in self.formats)
         second = more[0] if more else Bits(0, 0)
@@ -141,10 +155,10 @@ class Specialization(NamedTuple):
             "ELEMENT": ELEMENTS[self.dtype],
             "ROTATE": int(self.rotate),
             "NARROW": int(self.narrow),
-            "WARPS": warps,
-            "BUFFERS": buffers,
+            "WARPS": shape.warps,
+            "BUFFERS": shape.buffers,
             "USE_TMA": int(tma),
-            "BY_WARPS": int(self._takes_warps(warps)),
+            "BY_WARPS": int(shape.by_warps),
         }
 
     @property
@@ -163,14 +177,10 @@ class Specialization(NamedTuple):
         fixed = self.head_dim * (32 if self.narrow else 16)
         return self._columns * self.head_dim * 4 + fixed + COLUMNS * 8
 
-    def _takes_warps(self, warps: int) -> bool:
-        """Whether warps may divide the work list. 16 warps have too few registers."""
-        return self._is_stream and self.narrow and len(self.formats) == 1 and warps <= 12
-
-    def launch_bytes(self, warps: int, buffers: int) -> int:
+    def launch_bytes(self, shape: BlockShape) -> int:
         """Return the shared memory of a thread block."""
-        of_warps = warps * self.warp_bytes if self._takes_warps(warps) else 0
-        return max(self.shared_bytes(warps, buffers), of_warps)
+        warps, buffers, by_warps = shape
+        return max(self.shared_bytes(warps, buffers), warps * self.warp_bytes * by_warps)
 
     @property
     def warp_bytes(self) -> int:
@@ -190,9 +200,9 @@ class Specialization(NamedTuple):
         size = _aligned(size, 8) + buffers * (8 + 4 + 4) + 3 * 4
         return _aligned(size, 128)
 
-    def shape(self, limit: int) -> tuple[int, int] | None:
-        """Return the numbers of warps and buffers for a shared memory limit in bytes; None if not
-        even 8 warps and 4 buffers fit, or 2 buffers of the larger pages of more than 128 channels.
+    def shape(self, limit: int) -> BlockShape | None:
+        """Return the shape for a shared memory limit in bytes; None if not even 8 warps and 4
+        buffers fit, or 2 buffers of the larger pages of more than 128 channels.
 
         With one buffer per warp and a few more, pages arrive while all warps compute; beyond 20
         buffers the kernel gets no faster (measured on an H200). With fewer buffers than warps, as
@@ -203,8 +213,13 @@ class Specialization(NamedTuple):
         for warps, fewest in (*of_16, (12, 12), (8, 4 if self.head_dim <= 128 else 2)):
             for buffers in range(20, fewest - 1, -1):
                 if self.shared_bytes(warps, buffers) <= limit:
-                    return warps, buffers
+                    return BlockShape(warps, buffers, self._takes_warps(warps, limit))
         return None
+
+    def _takes_warps(self, warps: int, limit: int) -> bool:
+        """Whether warps may divide the work list. 16 warps have too few registers."""
+        made = self._is_stream and self.narrow and len(self.formats) == 1 and warps <= 12
+        return made and warps * self.warp_bytes <= limit
 
 
 class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.02):
@@ -223,9 +238,9 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
                 f"a thread block has {limit} bytes of shared memory on {device}, too few for "
                 f"pages of {specialization.head_bytes} bytes per head"
             )
-        self.warps, buffers = shape
-        self._shared_bytes = specialization.launch_bytes(self.warps, buffers)
-        macros = specialization.macros(self.warps, buffers, uses_tma(device))
+        self.warps = shape.warps
+        self._shared_bytes = specialization.launch_bytes(shape)
+        macros = specialization.macros(shape, uses_tma(device))
         self._kernel = self._load("decode/decode.cu", macros)
         self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
 

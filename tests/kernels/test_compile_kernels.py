@@ -78,17 +78,19 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
 
     def compile_decode(arch: str, policy: KVPolicy, head_dim: int, columns: int) -> Report | None:
         made = specialization(policy, head_dim, columns)
-        shape = made.shape(SHARED_LIMITS[arch] * 1024)
+        limit = SHARED_LIMITS[arch] * 1024
+        shape = made.shape(limit)
         if shape is None:
             return None
+        assert made.launch_bytes(shape) <= limit
+        size = made.shared_bytes(shape.warps, shape.buffers)
         # The host computes these sizes on its own: the twins must agree.
         text = (csrc_folder() / "decode/decode.cu").read_text() + (
-            f"static_assert(sizeof(Shared) <= {made.shared_bytes(*shape)} &&"
-            f" sizeof(Shared) > {made.shared_bytes(*shape) - 128});\n"
+            f"static_assert(sizeof(Shared) <= {size} && sizeof(Shared) > {size - 128});\n"
             f"{same_struct(Params)}"
             "static_assert(sizeof(Assignment) == 64);\n"
         )
-        macros = made.macros(*shape, arch in TMA)
+        macros = made.macros(shape, arch in TMA)
         if macros["BY_WARPS"]:
             text += f"static_assert(sizeof(by_warps::Own) == {made.warp_bytes});\n"
         report = compile_once("decode/decode.cu", text, arch, macros)["decode"]
@@ -138,7 +140,8 @@ def test_small_gpus_have_fewer_buffers_than_warps(
     compiled: Callable[..., Report | None], policy: KVPolicy, buffers: int
 ) -> None:
     limit = SHARED_LIMITS["sm_89"] * 1024
-    assert specialization(policy, 128).shape(limit) == (8, buffers)
+    shape = specialization(policy, 128).shape(limit)
+    assert shape is not None and shape[:2] == (8, buffers)
     report = compiled("sm_89", policy, 128, 4)
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
