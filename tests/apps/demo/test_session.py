@@ -179,7 +179,7 @@ def test_stop_before_the_first_word_ends_the_reading(
     turns, call_with_memory = chat.turns, pipe.engine.call_with_memory
 
     def called_after_stop(begin: Callable[[], Any], *client: Any) -> Any:
-        if "Chat._answer." in repr(begin):
+        if "TurnRunner._answer." in repr(begin):
             session.stop()
         return call_with_memory(begin, *client)
 
