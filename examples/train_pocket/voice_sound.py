@@ -21,7 +21,7 @@ from examples.train_pocket.voice_units import CODES, FRAME, SOUNDS, Units
 
 HOP, BINS = 48, 32  # samples, and coefficients of them: 0 to 8 kHz
 NONE = 20.0  # the logarithm of a Snake's divisor that makes it the identity
-RATE = 2e-3
+RATE = 2e-3  # learning rate
 WINDOWS = (240, 600, 1200)  # samples of the spectra that are compared
 FLOOR = 1e-3  # of them: the thinker hears noise that is 50 dB below the voice
 

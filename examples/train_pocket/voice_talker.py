@@ -26,10 +26,9 @@ from examples.train_pocket.voice_units import (
     Units,
 )
 
-RATE = 2e-3
+RATE = 2e-3  # learning rate
 NOISE = 0.25  # of the size of keys and values
 OPENING = 9  # tokens of an answer before its first frame
-IGNORE = -100
 BUDGET = 250  # frames in a step
 LONGEST = 250  # words of an answer
 WARMUP, DECAY = 100, 0.15  # steps, and the share of the steps in which the rate falls
@@ -42,7 +41,7 @@ class Script:
         config: config of the whole model.
         speaker: name of the voice.
         speakable: ids that answers consist of.
-        pauses: ids of a space and a comma.
+        pauses: ids of what is read as a pause.
         head: the three ids before the first word of an answer.
         end: id of the end of an answer.
     """
@@ -78,7 +77,7 @@ class Script:
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Return the share of the learning rate: warm up, hold, and fall at the end."""
+    """Return the share of RATE in a step: it rises, stays at 1, and falls at the end."""
     return min(1.0, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))
 
 

@@ -63,7 +63,7 @@ class Units:
 
 
 def words_of(tokenizer: PreTrainedTokenizerFast, size: int) -> list[str | None]:
-    """What is said for each of ``size`` ids; None for a pause."""
+    """Return what is said for each of ``size`` ids; None for a pause."""
     texts = [tokenizer.decode([number]) for number in range(len(tokenizer))]
     special = set(tokenizer.all_special_ids)
     known = [
