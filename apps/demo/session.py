@@ -58,7 +58,7 @@ class Session:
         active: exchange whose answer is being generated, or None.
         baseline_exchange: exchange that is being answered with the 16-bit cache, or None.
         name: title that the visitor gave the conversation, or "".
-        ears: what the visitor says hands-free; None before.
+        ears: what hears the visitor hands-free; None before it is first used.
         last_active: ``time.monotonic()`` of the visitor's last action.
         is_unsaved: whether the conversation has changed since it was written to, or read from, the
             conversation folder.

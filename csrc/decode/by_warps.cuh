@@ -6,7 +6,7 @@
 // buffer of their own and never wait for each other.
 //
 // A buffer holds one item: the keys of the next item are requested once the scores of this one are
-// known, and its values at the end, so that one of both is in flight while the other is in use.
+// known, and its values at the end, so that one of the two is in flight while the other is in use.
 #pragma once
 
 #include "common/copy.cuh"
@@ -22,8 +22,8 @@ namespace by_warps {
 
 static_assert(SPLIT && !HAS_B, "no such kernel");
 static_assert(PAGE_TOKENS == 2 * PART_TOKENS, "scores of two parts are kept");
-// Items after which the state is added to a record. Tensor cores cut off the sums that they add to,
-// so the error grows with the number of items.
+// Items after which the state is added to a record. Tensor cores cut off what they add to a large
+// sum, so the error grows with the number of items.
 constexpr int MAX_ITEMS = 32;
 constexpr int KEY_BYTES = PageA::value_codes, VALUE_BYTES = PageA::head_bytes - KEY_BYTES;
 static_assert(KEY_BYTES >= TILE * ROW_BYTES && VALUE_BYTES >= TILE * ROW_BYTES,

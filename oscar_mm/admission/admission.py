@@ -428,8 +428,8 @@ class Admission:
 
     @property
     def _running_state_bytes(self) -> Counter[torch.device]:
-        """The same of a row that decodes: on a GPU, where steps are launched early, it has spare
-        states."""
+        """Device -> bytes of the states of a row that decodes: on a GPU, where steps are launched
+        early, twice ``_state_bytes``, because the row has spare states."""
         found = self._state_bytes
         return Counter({one: size * (1 + (one.type == "cuda")) for one, size in found.items()})
 

@@ -224,8 +224,8 @@ class StateTable:
         self._tables: dict[torch.device, torch.Tensor] = {}
         """``RowStates.addresses`` of the current step, (layers, 4, rows)."""
         self._choices: dict[torch.device, torch.Tensor] = {}
-        """The same of all steps, (2, 2, layers, 4, rows), by source and target: 0 for the layers
-        at the latest ``_write``, 1 for their spare layers."""
+        """``RowStates.addresses`` of all possible steps, (2, 2, layers, 4, rows), by source and
+        target: 0 for the layers at the latest ``_write``, 1 for their spare layers."""
         self._written: list[_Identity] = []
         self._step: tuple[int, int] | None = None
         """Source and target of the step in ``_tables``."""

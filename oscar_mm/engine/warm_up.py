@@ -20,7 +20,7 @@ _STEPS = 4
 _PASSES = 3 * 9
 """Number of steps per batch size that mixed passes take, see ``MixedPrefill.warm_up``."""
 _MIXED_S = 40.0
-"""Seconds after which no more mixed passes are captured; others are when prompts need them."""
+"""Seconds after which no more mixed passes are captured; the rest wait until prompts need them."""
 _log = logging.getLogger("oscar_mm")
 
 

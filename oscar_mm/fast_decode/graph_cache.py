@@ -53,7 +53,7 @@ class GraphCache:
                 # Ending a broken capture raises an error that hides the cause.
                 self.fails = True
                 _log.warning(
-                    "what reads short prompts runs eagerly: no CUDA graph could be captured: %s",
+                    "short prompts are read eagerly: no CUDA graph could be captured: %s",
                     error.__context__ or error,
                 )
             while len(self._replays) > self._most:

@@ -1,7 +1,7 @@
 """Layers of hybrids (Qwen3-Next, Qwen3.5): Gated DeltaNet, and attention with an output gate.
 
-Their norms are centered (``CenteredNorm``); with more than two rows, they take a launch of their
-own. RoPE rotates only the first channels of a head.
+Their norms are centered (``CenteredNorm``); with more than two rows, with quantized weights
+or with adapters, they take a launch of their own. RoPE rotates only the first channels of a head.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class PieceShape(NamedTuple):
 
     Attributes:
         rows: number of rows of the piece, padding included.
-        adds_features: whether the first layers' outputs are increased, see ``PromptScratch.put``.
+        adds_features: whether features are added to the outputs of the first layers, see
+            ``PromptScratch.put``.
     """
 
     rows: int
