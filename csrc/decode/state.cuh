@@ -82,7 +82,8 @@ __device__ __forceinline__ void join_columns(State& state) {
   }
 }
 
-// Convert State::out from units of pages to outputs, of all columns and with the zeros.
+// Convert State::out from units of pages to outputs: with SPLIT, join the columns, then add the part
+// of the values' zeros.
 template <int LOW>
 __device__ __forceinline__ void complete_state(State& state) {
   if (SPLIT) join_columns(state);
