@@ -146,11 +146,11 @@ class RunningAnswer:
         running_request = self._running_request
         if running_request is None or self._left:
             return
-        ended = running_request.is_over
         self.slot.cost = token_cost(self._read, running_request.output_tokens)
         for piece in running_request.take_pieces():
             self._add(piece)
-        if ended:
+        # Only now, since an error of the tokenizer ends the request; the thread gets later pieces.
+        if running_request.is_over:
             self._running_request = None
             self._start_thread()
         if self._pieces and self.request.stream:

@@ -22,6 +22,7 @@ from starlette.responses import StreamingResponse
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.chat.chat import Chat
+from oscar_mm.engine.output_processor import OutputProcessor
 from tests.apps.serve.conftest import image, png, served, started, text, user
 from tests.apps.serve.test_server import ask, client_of, metrics
 from tests.pipelines.conftest import NEVER
@@ -262,6 +263,21 @@ def test_failures_are_json_too(omni, monkeypatch, capfd) -> None:
             assert json.load(missing.value)["error"]["type"] == "invalid_request_error"
         assert metrics(address, None)["oscar_mm_running"] == 0
     assert "RuntimeError: a secret" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_error_of_the_tokenizer_ends_the_answer(omni, monkeypatch, stream: bool) -> None:
+    push = OutputProcessor.push
+
+    def fail(self: OutputProcessor, token: int, at: float) -> list[Any]:
+        if len(self.token_ids) == 3:
+            raise RuntimeError("no text")
+        return push(self, token, at)
+
+    monkeypatch.setattr(OutputProcessor, "push", fail)
+    with served(omni) as address, pytest.raises(openai.APIError, match="failed to answer"):
+        impatient = client_of(address).with_options(timeout=20)
+        list(ask(impatient, user("Why?"), stream=stream, max_tokens=500))
 
 
 def test_models(client) -> None:
