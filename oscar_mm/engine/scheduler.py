@@ -318,7 +318,7 @@ class Scheduler:
         reading = [one for one in self._read_in_pieces if one.unread.media and not one.has_past]
         if self.prefixes is None or not reading:
             return False
-        following = min(self._queue, key=self._turn())
+        following = min(list(self._queue), key=self._turn())
         return (
             isinstance(following, Request)
             and not following.has_past
@@ -422,7 +422,7 @@ class Scheduler:
         """Dequeue the next requests that get memory and fit into the same prefill pass."""
         tokens = taken[0].unread.tokens
         while self._is_short(taken[0]) and self.running + len(taken) < self.max_rows:
-            following = min(self._queue, key=self._turn(taken), default=None)
+            following = min(list(self._queue), key=self._turn(taken), default=None)
             if (
                 not isinstance(following, Request)
                 or tokens + following.prompt.tokens > self.reader.max_varlen_tokens

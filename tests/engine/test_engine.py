@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from oscar_mm import OscarVLPipeline
 from oscar_mm.engine import decode_runner
 from oscar_mm.engine.prefill_runner import PrefillRunner
+from oscar_mm.engine.scheduler import Scheduler
 from oscar_mm.fast_decode import graph_runner
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from tests.engine.engine import (
@@ -379,3 +381,28 @@ def test_what_was_captured_is_released(qwen3_vl_folder, monkeypatch) -> None:
     pipe.release_graphs()
     assert all(one() is None for one in repeats)
     assert [one(**asked).token_ids for one in (pipe, other)] == expected
+
+
+def test_a_request_may_come_while_others_are_put_in_order(qwen3_vl_folder, monkeypatch) -> None:
+    pipe = loaded(qwen3_vl_folder)
+    expected = alone(pipe)
+    answers = [made(pipe, prompt) for prompt in SHORT]
+    turn, late = Scheduler._turn, answers[:1]
+
+    def coming(self: Scheduler, *taken: Any) -> Callable[[Any], Any]:
+        key = turn(self, *taken)
+
+        def noted(entry: Any) -> Any:
+            if taken and late:  # While the pass is filled.
+                pipe.engine.submit(late.pop())
+            return key(entry)
+
+        return noted
+
+    monkeypatch.setattr(Scheduler, "_turn", coming)
+    with engine_waits(pipe):
+        for answer in answers[1:]:
+            pipe.engine.submit(answer)
+    run(pipe, answers)
+    assert not late
+    assert [answer.complete().token_ids for answer in answers] == expected
