@@ -130,7 +130,9 @@ class Ears:
                 if isinstance(found, np.ndarray):
                     self._said.append(found)
                 elif isinstance(found, Ended):
-                    state = ASKED if self._keep() else None
+                    self._keep()
+                    # Perhaps only the beginning, which was cut, is long enough.
+                    state = ASKED if self._questions else None
             self._cut_if_long()
             return state or (SPEAKING if self._detector.speaking else LISTENING)
 
@@ -139,11 +141,11 @@ class Ears:
         if sum(map(len, self._said)) >= LIMITS.max_audio_seconds * RATE:
             self._keep()
 
-    def _keep(self) -> bool:
-        """Write the recording of a question; return whether it is long enough to be one."""
+    def _keep(self) -> None:
+        """Write the recording of a question if it is long enough to be one."""
         samples, self._said = np.concatenate(self._said), []
         if len(samples) < _MIN_SAMPLES:
-            return False
+            return
         if stored_bytes(self._bounded) > MAX_STORED_BYTES:
             raise InputError("the server cannot store more files at the moment; try again later")
         self._made += 1
@@ -153,7 +155,6 @@ class Ears:
             file.setparams((1, 2, RATE, 0, "NONE", ""))
             file.writeframes((samples * 32767).astype("<i2").tobytes())
         self._questions.append(path)
-        return True
 
     def take(self) -> list[Path]:
         """Return the recordings since the last call."""

@@ -57,11 +57,13 @@ def test_a_question_ends_with_silence(spoken, tmp_path) -> None:
         assert match == pytest.approx(1, abs=0.01)
 
 
-def test_a_long_question_is_cut(spoken, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(hands_free, "LIMITS", SimpleNamespace(max_audio_seconds=1))
+@pytest.mark.parametrize(("seconds", "pieces"), [(1, 3), (2.5, 1)])
+def test_a_long_question_is_cut(spoken, tmp_path, monkeypatch, seconds: float, pieces: int) -> None:
+    """It is asked once it ends, also if too little is left after the cut to be a question."""
+    monkeypatch.setattr(hands_free, "LIMITS", SimpleNamespace(max_audio_seconds=seconds))
     ears = Ears(tmp_path, tmp_path)
-    heard(ears, spoken)
-    assert len(ears.take()) > 1
+    assert heard(ears, spoken) == [LISTENING, SPEAKING, ASKED, LISTENING]
+    assert len(ears.take()) == pieces
 
 
 @pytest.mark.parametrize("sound", [None, "", "x", "AA==", "AAAA" * 50_000, 3])
