@@ -85,6 +85,7 @@ button.addEventListener('click', () => {
 element.addEventListener('heard', ({detail: state}) => {
   isBusy = false;
   if (!context) return;
+  if (state === 'failed') return end('The server cannot listen: press the button to try again.');
   if (state === 'speaking') quiet();
   if (state === 'asked') trigger('submit');
   if (words[state]) output.textContent = words[state];
@@ -93,10 +94,13 @@ element.addEventListener('heard', ({detail: state}) => {
 """.replace("RATE", str(RATE)).replace("MAX_CHUNK", str(_MAX_CHUNK))
 """Script of the button: it sends 0.2 s of 16-bit samples or more whenever the server has answered,
 shows the level, and asks when the server has found a question. A voice silences the answer."""
-TOLD_SCRIPT = """(told) => {
+_TELL = """
   document.querySelector('#hands .hands').parentElement
-    .dispatchEvent(new CustomEvent('heard', {detail: told}));
-}"""
+    .dispatchEvent(new CustomEvent('heard', {detail: TOLD}));
+"""
+TOLD_SCRIPT = f"(told) => {{{_TELL.replace('TOLD', 'told')}}}"
+FAILED_SCRIPT = f"() => {{{_TELL.replace('TOLD', repr('failed'))}}}"
+"""Scripts that tell the button what ``Ears.hear`` returned, or that it raised an error."""
 
 
 class Ears:

@@ -24,7 +24,7 @@ from oscar_mm.apps.demo.charts import NOT_INSPECTED
 from oscar_mm.apps.demo.conversation_list import LIST_SCRIPT, MAX_LISTED, conversation_list
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
-from oscar_mm.apps.demo.hands_free import MARKUP, SCRIPT, TOLD_SCRIPT
+from oscar_mm.apps.demo.hands_free import FAILED_SCRIPT, MARKUP, SCRIPT, TOLD_SCRIPT
 from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, format_label
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import SCROLL_SCRIPT
@@ -378,6 +378,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         hands = parts["hands"]
         heard = hands.input(handlers.hear, None, told, **private)
         heard.success(None, told, None, js=TOLD_SCRIPT, **private)
+        heard.failure(None, None, None, js=FAILED_SCRIPT, **private)
         hands.submit(
             handlers.answer_heard,
             [*options, *scenario],

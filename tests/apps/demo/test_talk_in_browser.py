@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from oscar_mm import OscarOmniPipeline
+from oscar_mm.apps.demo import hands_free
 from oscar_mm.apps.demo.server import RunningPage, serve_page
 from oscar_mm.apps.server_process import bind
 from oscar_mm.models import SAMPLES
@@ -73,7 +74,7 @@ def test_a_question_is_asked_hands_free(served, tmp_path) -> None:
     with closing(Browser(served.address, heard=heard)) as browser:
         set_length(browser, 9)
         browser.press("Talk")
-        browser.press("Hands-free")
+        click_when_there(browser, "#hands button")
         state = "return document.querySelector('#hands output').textContent"
         level = "return document.querySelector('#hands meter').value"
         browser.wait(lambda: browser.run(state) == "You speak …", "the visitor's voice")
@@ -89,3 +90,15 @@ def test_a_question_is_asked_hands_free(served, tmp_path) -> None:
         assert browser.run(level) == 0
         browser.wait(lambda: browser.run(state) == "", "the end")
         assert all("derived_inert" in complaint for complaint in browser.complaints())
+
+
+def test_an_error_ends_the_listening(served, monkeypatch) -> None:
+    """Not only in the corner: the button shows that nobody listens any more."""
+    monkeypatch.setattr(hands_free, "MAX_STORED_BYTES", -1)
+    with closing(Browser(served.address, heard=SAMPLES / "clips" / "01.wav")) as browser:
+        browser.press("Talk")
+        click_when_there(browser, "#hands button")
+        button = "return document.querySelector('#hands button').ariaPressed"
+        state = "return document.querySelector('#hands output').textContent"
+        browser.wait(lambda: browser.run(button) == "false", "the end")
+        assert "press the button" in browser.run(state)
