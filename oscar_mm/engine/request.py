@@ -203,6 +203,7 @@ class Request(RequestState):
             except Exception as error:  # A tokenizer may raise anything; fail only this request.
                 self._unwritten.clear()
                 self.fail(error)
+                self.engine.abort()  # No step may follow that would release the memory.
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error; an interrupt raised in a step becomes a RuntimeError,

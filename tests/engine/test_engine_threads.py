@@ -366,6 +366,22 @@ def test_who_detokenizes(plain, monkeypatch, stop: tuple[str, ...]) -> None:
     assert (here not in threads) if stop else (threads == {here})
 
 
+def test_an_error_of_the_tokenizer_releases_the_memory(plain, monkeypatch) -> None:
+    """Also if nothing is asked afterwards."""
+    answer = made(plain, SHORT[0], max_new_tokens=500)
+
+    def fail(token: int, at: float) -> list[str]:
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(answer.written, "push", fail)
+    with pytest.raises(RuntimeError, match="no text"):
+        list(answer)
+    deadline = time.monotonic() + 10
+    while not answer.cache.closed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_answer_that_is_cancelled_while_it_is_written_ends(plain, monkeypatch) -> None:
     answer = made(plain, SHORT[0], stop="#?")
 
