@@ -55,8 +55,6 @@ def voiced(config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeConfig:
     thinker = found["thinker_config"]
     text = thinker["text_config"]
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sections = {"mrope_section": [12, 10, 10], "mrope_interleaved": True}
-    rope = {"rope_type": "default", "rope_theta": 1_000_000.0, **sections}
     talker = {
         "text_config": {
             "hidden_size": WIDTH,
@@ -64,7 +62,7 @@ def voiced(config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeConfig:
             **heads,
             "head_dim": 64,
             "max_position_embeddings": 65536,
-            "rope_parameters": rope,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
             "num_experts": 2,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 128,
