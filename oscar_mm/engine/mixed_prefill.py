@@ -43,6 +43,8 @@ _ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, MAX_PIECE)
 rows, so other numbers would waste a part of a tile."""
 _LEAST = 32
 """Minimum number of prompt tokens in a pass of ``_ROWS``."""
+WARM_UP_STEPS = 3 * len(_ROWS)
+"""Number of decode steps that ``MixedPrefill.warm_up`` takes for each batch size."""
 _SEPARATE = 4
 """Number of pieces of one size that run after the steps of a batch of one size, before a pass of
 both is captured. A capture takes as long as ten passes, and while clients arrive, each batch size

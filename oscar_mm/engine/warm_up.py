@@ -10,6 +10,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.engine.decode_runner import DecodeRunner
 from oscar_mm.engine.engine import Engine
 from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.mixed_prefill import WARM_UP_STEPS
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.sampling import Sampling
 from oscar_mm.fast_decode.decoder import has_full_attention
@@ -17,8 +18,6 @@ from oscar_mm.media.media import Media
 
 _STEPS = 4
 """Number of steps per batch size: the first runs eagerly, and the second is captured."""
-_PASSES = 3 * 9
-"""Number of steps per batch size that mixed passes take, see ``MixedPrefill.warm_up``."""
 _MIXED_S = 40.0
 """Seconds after which no more mixed passes are captured; the rest wait until prompts need them."""
 _log = logging.getLogger("oscar_mm")
@@ -29,8 +28,8 @@ def warm_up(engine: Engine, rows: int) -> None:
     nothing if steps are not captured.
 
     Short requests run together and are ended until only one is left. Each request takes cache
-    memory for some hundred tokens. Each batch size takes a capture and four steps, and for each of
-    nine sizes of mixed passes another capture and three passes, for at most 40 seconds in all.
+    memory for up to some thousand tokens. Each batch size takes a capture and four steps, and for
+    each size of mixed passes another capture and three passes, for at most 40 seconds in all.
     An error is logged, and the first requests then capture their steps.
 
     Args:
@@ -65,7 +64,7 @@ def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
     axes, cache = prompt.positions.shape[:-2], OscarCache(engine.store.policy, store=engine.store)
     sizes = DecodeRunner(family.model, cache, axes, family.device).captured_sizes(rows)
     # Decode steps also run between the layers of prompts, hence twice as many tokens.
-    most = (2 * _STEPS + _PASSES) * (len(sizes) + 2)
+    most = (2 * _STEPS + WARM_UP_STEPS) * (len(sizes) + 2)
     sampling, until = Sampling(max_new_tokens=most), perf_counter() + _MIXED_S
     for _ in range(rows if sizes else 0):
         cache = OscarCache(engine.store.policy, store=engine.store)

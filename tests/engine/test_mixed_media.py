@@ -73,6 +73,18 @@ def answers(pipe: Pipeline, requests: list[dict[str, Any]]) -> list[list[int]]:
         return [together(pipe, [asked(pipe, **request)])[0] for request in requests]
 
 
+def joined(
+    pipe: Pipeline, running: list[Request], joining: list[Request]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What is answered to requests that decode when others join, and to those others."""
+    for one in running:
+        pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: all(one.tokens for one in running))
+    found = together(pipe, joining)
+    run(pipe, running)
+    return [one.complete().token_ids for one in running], found
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_are_those_alone(name, pieces, small) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -82,13 +94,8 @@ def test_answers_are_those_alone(name, pieces, small) -> None:
         pipe = exact(name)
         for order in (1, -1, 1):  # Eagerly, captured and replayed, also where media were before.
             running = [asked(pipe, "Why?") for _ in range(2)]
-            for one in running:
-                pipe.engine.submit(one)
-            pipe.engine.run_until(lambda now=running: all(one.tokens for one in now))
-            found = together(pipe, [asked(pipe, **x) for x in ASKED[name][::order]])
-            assert found == expected[::order]
-            run(pipe, running)
-            assert [one.complete().token_ids for one in running] == 2 * [expected[1]]
+            joining = [asked(pipe, **x) for x in ASKED[name][::order]]
+            assert joined(pipe, running, joining) == (2 * [expected[1]], expected[::order])
     assert {with_step for _, with_step in pieces} == {False, True}
     assert empty(pipe)
 
@@ -209,7 +216,7 @@ def test_text_does_not_add_features(qwen3_vl_folder, capture, small, monkeypatch
 
 
 def test_rows_have_different_adapters(qwen3_vl_folder, tmp_path, pieces, small) -> None:
-    """Those of prompts and of running answers, and those of towers."""
+    """Prompts, running answers and towers have adapters of their own."""
     pytest.importorskip("peft")
     from tests.lora import saved_adapters
 
@@ -227,12 +234,8 @@ def test_rows_have_different_adapters(qwen3_vl_folder, tmp_path, pieces, small) 
         pipe = exact(str(qwen3_vl_folder), adapters=folders)
         for _ in range(3):
             running = [asked(pipe, **x) for x in wanted[::2]]
-            for one in running:
-                pipe.engine.submit(one)
-            pipe.engine.run_until(lambda now=running: all(one.tokens for one in now))
-            assert together(pipe, [asked(pipe, **x) for x in wanted]) == expected
-            run(pipe, running)
-            assert [one.complete().token_ids for one in running] == expected[::2]
+            joining = [asked(pipe, **x) for x in wanted]
+            assert joined(pipe, running, joining) == (expected[::2], expected)
     assert {with_step for _, with_step in pieces} == {False, True}
     assert empty(pipe)
 
@@ -259,12 +262,7 @@ def test_decode_steps_with_media_on_a_gpu(pieces) -> None:
     cards = [{"prompt": "What is the code?", "images": [x]} for x in sorted(CARDS)[:6]]
     expected = together(pipe, [asked(pipe, **x) for x in cards])
     for _ in range(8):
-        running = [asked(pipe, **x) for x in cards]
-        for one in running:
-            pipe.engine.submit(one)
-        pipe.engine.run_until(lambda now=running: all(one.tokens for one in now))
-        assert together(pipe, [asked(pipe, **x) for x in cards]) == expected
-        run(pipe, running)
-        assert [one.complete().token_ids for one in running] == expected
+        running, joining = ([asked(pipe, **x) for x in cards] for _ in range(2))
+        assert joined(pipe, running, joining) == (expected, expected)
     assert {with_step for _, with_step in pieces} == {False, True}
     assert empty(pipe)

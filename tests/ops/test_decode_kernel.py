@@ -177,7 +177,7 @@ def test_a_long_row_among_many() -> None:
 def test_many_rows(
     policy: KVPolicy, group: int, tokens: int, switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of unequal lengths, more than thread blocks have: each warp has segments of its own."""
+    """Rows of unequal lengths, so many that each warp has segments of its own."""
     monkeypatch.setenv(SWITCH, switch)
     most, rows = 400, MANY_SEGMENTS * multiprocessors(torch.device("cuda:0")) // 3 + 1
     ids = images_and_text(most, rows).clone()
