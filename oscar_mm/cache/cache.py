@@ -21,7 +21,7 @@ from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.paged_attention import KeyLength, LayerCall
 from oscar_mm.cache.snapshot import Snapshot
-from oscar_mm.cache.states import LinearLayer, Marks, StateRow, held_bytes
+from oscar_mm.cache.states import LinearLayer, Marks, StateRow, held_bytes, states_of
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING
@@ -291,11 +291,11 @@ class OscarCache(Cache):
     def states(self) -> list[torch.Tensor]:
         """States of all linear-attention layers, with the copies that ``mark`` made and the spare
         layers."""
-        return [*_states_of(self.linear_layers), *self.marks.states, *self._spare_states]
+        return [*states_of(self.linear_layers), *self.marks.states, *self._spare_states]
 
     @property
     def _spare_states(self) -> list[torch.Tensor]:
-        return _states_of(list(self.spares.values()))
+        return states_of(list(self.spares.values()))
 
     @property
     def state_bytes(self) -> int:
@@ -497,7 +497,7 @@ class OscarCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Return the memory usage in bytes, by modality and by kind."""
-        states = _states_of(self.linear_layers), self.marks.states, self._spare_states
+        states = states_of(self.linear_layers), self.marks.states, self._spare_states
         return measure(self.kv_manager, self.packed_layers, *states)
 
     @property
@@ -764,10 +764,6 @@ class OscarCache(Cache):
     def update_indexer(self, *args: Any, **kwargs: Any) -> None:
         """Raise NotImplementedError: there are no pages for indexer keys of sparse attention."""
         raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be stored")
-
-
-def _states_of(layers: Iterable[LinearLayer]) -> list[torch.Tensor]:
-    return [state for layer in layers for state in layer.states]
 
 
 def _without_tokens(modalities: np.ndarray | Sequence[np.ndarray]) -> frozenset[int]:

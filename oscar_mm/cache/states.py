@@ -193,15 +193,16 @@ class RowStates(NamedTuple):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Convolution state and recurrent state of each row that has a new token."""
-        return _tensors(self.layers)
+        return states_of(self.layers)
 
     @property
     def results(self) -> list[torch.Tensor]:
         """The tensors that receive ``tensors`` after the step."""
-        return _tensors(self.targets)
+        return states_of(self.targets)
 
 
-def _tensors(layers: Iterable[LinearLayer | None]) -> list[torch.Tensor]:
+def states_of(layers: Iterable[LinearLayer | None]) -> list[torch.Tensor]:
+    """Return the states of all layers; None has none."""
     return [state for layer in layers if layer is not None for state in layer.states]
 
 
