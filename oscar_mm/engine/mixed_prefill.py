@@ -38,7 +38,7 @@ from oscar_mm.fast_decode.prompt_scratch import (
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
-_ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, MAX_PIECE)
+_ROWS = (64, 128, 256, 512, 768, MAX_PIECE)
 """Numbers of rows that a pass may have, as many as graphs are kept. Products compute tiles of 128
 rows, so other numbers would waste a part of a tile."""
 _LEAST = 32

@@ -326,7 +326,7 @@ def test_waiting_prompts_share_passes(qwen3_vl_folder, capture, pieces) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "unread", "size"),
-    [(0, 10, 64), (0, 5000, 2560), (64, 5000, 2496), (64, 100, 192), (240, 100, 272)],
+    [(0, 10, 64), (0, 5000, 1024), (64, 5000, 960), (64, 100, 192), (240, 100, 272)],
 )
 def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
     assert mixed_prefill._piece_size(rows, unread) == size

@@ -172,7 +172,8 @@ def test_ranges_dropped_within_a_capture_are_freed_after_it() -> None:
     one = reserved()
     one.resize(1)
     del one, graph
-    assert start - free() < NOISE
+    # Half of what the ranges held: other processes may also take memory meanwhile.
+    assert start - free() < 96 * MIB
 
 
 @pytest.mark.gpu(alone=True)

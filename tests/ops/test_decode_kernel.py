@@ -14,7 +14,7 @@ from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.modality import PADDING
 from oscar_mm.ops import decode_tables
 from oscar_mm.ops.append import append
-from oscar_mm.ops.decode import DecodeKernel, Specialization, decode_kernel
+from oscar_mm.ops.decode import BlockShape, DecodeKernel, Specialization, decode_kernel
 from oscar_mm.ops.decode_tables import MANY_SEGMENTS, DecodeArguments, assign, tables_of
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_past
@@ -137,7 +137,7 @@ def test_fewer_buffers_than_warps(
     """As on GPUs with 99 KiB of shared memory; every warp has several pages."""
     monkeypatch.setenv(SWITCH, switch)
     monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
-    monkeypatch.setattr(Specialization, "shape", lambda self, limit: (8, buffers))
+    monkeypatch.setattr(Specialization, "shape", lambda self, limit: BlockShape(8, buffers, False))
     fresh = CheckedKernels("decode", DecodeKernel, DecodeKernel.disagreement, 0.02)
     monkeypatch.setattr(DecodeKernel, "checked", fresh)
     shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
