@@ -54,19 +54,24 @@ class RunningBatch:
         """Add a prefilled request, whose first token has been sampled, from the next step on."""
         self._pending.append(request)
 
-    def finish_early(self) -> None:
+    def finish_early(self) -> bool:
         """Commit an already launched step before the batch changes, so that its work is not lost.
 
         Requests join at once, and the following step is launched with them, unless the size of the
         batch changes. If the step fails, requests that are about to join are not affected.
+
+        Returns:
+            Whether the following step, with the requests that joined, is under way.
         """
         seated = [request for request in self._rows if request is not None and not request.ended]
         if not seated or not self.batch.is_ahead:
-            return
+            return False
         if self._size(self.live) != len(self._rows):
             self._run(lambda: self.batch.step(ahead=False), seated)
         elif self._pending:
             self._run(lambda: self.batch.step(following=self._reseat), seated)
+            return self.batch.is_ahead and not self.failed
+        return False
 
     def step(self) -> None:
         """Decode one token per request, unless a step has failed. Call ``drop_ended`` first."""
@@ -222,9 +227,10 @@ class RunningBatches:
             shared.batch.piece = piece
         try:
             for group in self._batches:
-                group.finish_early()
+                joined = group.finish_early()
                 self.settle_ended()
-                group.step()
+                if not joined:
+                    group.step()
         finally:
             self.stepping = False
             if shared is not None:
