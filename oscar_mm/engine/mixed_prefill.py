@@ -223,21 +223,24 @@ class MixedPrefill:
         if alone := not rows or self._uses[rows, size] <= _SEPARATE:
             size = _piece_size(0, left)
         self._ranges = list(_adjacent(unread, size))
-        readings = [one for one, _ in self._ranges]
-        self._begin([one for one in readings if not one.has_begun])
-        prompts = [one.request.unread for one in readings]
+        self._begin([one for one, _ in self._ranges if not one.has_begun])
+        piece = self._prepared(size)
+        piece.alone = alone
+        return piece
+
+    def _prepared(self, size: int) -> PromptPiece:
+        """Write the tables of ``_ranges`` for a piece of ``size`` rows."""
+        prompts = [one.request.unread for one, _ in self._ranges]
         positions = [
             prompt.positions[..., one.read : one.read + x.last - x.first]
             for prompt, (one, x) in zip(prompts, self._ranges, strict=True)
         ]
-        piece = self._scratch.prepare(
+        return self._scratch.prepare(
             [x for _, x in self._ranges],
             torch.cat(positions, -1),
-            PieceShape(size, any(one.has_features for one in readings)),
+            PieceShape(size, any(one.has_features for one, _ in self._ranges)),
             [prompt.adapter for prompt in prompts],
         )
-        piece.alone = alone
-        return piece
 
     def _begin(self, readings: list[_Reading]) -> None:
         """Write what prompts need to the scratch: the tokens in their caches, their embeddings, and
@@ -263,6 +266,9 @@ class MixedPrefill:
         """Launch a piece unless it was launched with a decode step; then sample the first tokens of
         the prompts that it completes, and store their keys and values."""
         if piece.logits is None:
+            # Not in the size for passes with decoding rows, which would take one more graph.
+            size = _piece_size(0, sum(x.last - x.first for _, x in self._ranges))
+            piece = piece if size == piece.shape.rows else self._prepared(size)
             self._scratch.run_alone(piece)
         for reading, x in self._ranges:
             reading.read += x.last - x.first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from oscar_mm.engine import mixed_prefill
 from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.scheduler import Scheduler
+from oscar_mm.fast_decode.graph_runner import GraphInputs
 from oscar_mm.fast_decode.prompt_scratch import PromptScratch
 from tests.engine.engine import BAD, alone, embedding, empty, loaded, made, run, together
 from tests.engine.engine_waits import engine_waits
@@ -312,6 +314,36 @@ def test_prompts_never_share_room() -> None:
             mixed._readings.popleft()
         mixed._place()
         assert mixed._readings[0].start is not None
+
+
+def test_a_piece_that_no_step_takes_along_runs_in_a_usual_size(
+    qwen3_vl_folder, capture, small, monkeypatch
+) -> None:
+    """A graph of its own would be captured for any other size."""
+    plan, run_alone = GraphInputs.plan_ahead, PromptScratch.run_alone
+    calls, sizes = count(), list[int]()
+
+    def refused(self: GraphInputs, modalities):
+        return None if next(calls) % 2 else plan(self, modalities)
+
+    def noted(self: PromptScratch, piece) -> None:
+        sizes.append(piece.shape.rows)
+        run_alone(self, piece)
+
+    prompts = [text(words, words) for words in (3, 90, 41, 7, 150, 16)]
+    expected = unmixed(qwen3_vl_folder, prompts)
+    pipe = loaded(qwen3_vl_folder, "standard")
+    running = [made(pipe, text(5, seed), max_new_tokens=40) for seed in range(3)]
+    for one in running:
+        pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: all(one.tokens for one in running))
+    monkeypatch.setattr(GraphInputs, "plan_ahead", refused)
+    monkeypatch.setattr(PromptScratch, "run_alone", noted)
+    for _ in range(2):  # Passes of the first prompts run alone in any case.
+        sizes.clear()
+        assert together(pipe, [made(pipe, prompt) for prompt in prompts]) == expected
+    assert sizes and set(sizes) <= {32, 48, 64}
+    run(pipe, running)
 
 
 def test_waiting_prompts_share_passes(qwen3_vl_folder, capture, pieces) -> None:
