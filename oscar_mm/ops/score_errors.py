@@ -66,7 +66,7 @@ def score_errors(model: Any, policy: KVPolicy) -> dict[str, float]:
         if hasattr(attention, "q_proj") and hasattr(attention, "k_proj"):
             states = _rotated_states(layer, attention, rotary_angles(attention, decoder))
             sigma = sigmas.get(attention.layer_idx)
-            error = _error(*states, policy, None if sigma is None else sigma.cpu())
+            error = _error(*states, policy, sigma)
             found[names[id(attention)]] = error
     return found
 
@@ -76,7 +76,8 @@ def _rotated_states(
 ) -> tuple[Tensor, Tensor]:
     """Return (KV heads, queries, d) queries and (KV heads, 128, d) keys of random inputs.
 
-    They are float32 on the CPU, after RoPE at different positions.
+    They are float32, after RoPE at different positions, on the device of the projections: on a CPU,
+    many small operations are slow if PyTorch has more threads than there are free cores.
     """
     projections = projected(attention, probes(layer, attention)[:PAGE_TOKENS])
     states = []
@@ -84,15 +85,15 @@ def _rotated_states(
         x, norm = of_all.unflatten(-1, (-1, attention.head_dim)), getattr(attention, name, None)
         if norm is not None and norm.weight.numel() == attention.head_dim:
             x = norm(x)
-        x = x.float().cpu()
-        states.append((x if angles is None else _turned(x, angles.cpu())).transpose(0, 1))
+        x = x.float()
+        states.append((x if angles is None else _turned(x, angles.to(x.device))).transpose(0, 1))
     queries, keys = states
     return queries.unflatten(0, (len(keys), -1)).flatten(1, 2), keys
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
     """Apply RoPE to (tokens, heads, d) states: token n is rotated by n times the angles."""
-    turns = torch.arange(len(x))[:, None, None] * angles
+    turns = torch.arange(len(x), device=x.device)[:, None, None] * angles
     one, other, rest = x.split([len(angles)] * 2 + [x.shape[-1] - 2 * len(angles)], -1)
     cos, sin = turns.cos(), turns.sin()
     return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], -1)
@@ -119,10 +120,11 @@ def _restored(keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> Tensor | 
     """
     _, heads, _, head_dim = keys.shape
     page_format = PageFormat.of(policy, policy.packed_bits[0], heads, head_dim)
+    sigma = sigma if sigma is None else sigma.to(keys.device)
     recipe, basis = Recipe.of(page_format, policy), Basis(head_dim, policy.rotate, sigma)
     if page_format.codec.appends_tokens:
-        pages = torch.zeros(1, page_format.page_bytes, dtype=torch.uint8)
-        bad = torch.zeros(1, dtype=torch.int32)
+        pages = torch.zeros(1, page_format.page_bytes, dtype=torch.uint8, device=keys.device)
+        bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
         jobs, begins = whole_page_tables(1, keys.device)
         tables = (keys.new_empty(0, 2, heads, head_dim), jobs, begins[: page_format.center])
         numbers = recipe_numbers(recipe)

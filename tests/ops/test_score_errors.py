@@ -113,3 +113,12 @@ def test_bundled_models_are_silent(
     for policy in (*POLICIES, "quarot", "kivi"):
         assert not warnings(caplog, bundled, policy)
         assert max(score_errors(bundled, KVPolicy.preset(policy)).values()) < 0.6 * MOST
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["standard", "oscar"])
+def test_a_gpu_finds_the_errors_that_a_cpu_finds(policy: str) -> None:
+    model = biased(30)
+    expected = score_errors(model, KVPolicy.preset(policy))
+    found = score_errors(model.cuda(), KVPolicy.preset(policy))
+    assert found == pytest.approx(expected, rel=0.05)
