@@ -156,12 +156,13 @@ class Comparison:
 def _forced_answer(prompt: Prompt, answer: list[int]) -> Forced:
     """Return the answer's tokens as text after the prompt; all are judged, and ``add`` fills in the
     targets."""
-    ids = torch.tensor([answer], device=prompt.inputs["input_ids"].device)
-    place = torch.arange(len(answer), device=prompt.next_position.device)
-    positions = prompt.next_position[:, None] + place
+    device = prompt.positions.device
+    ids = torch.tensor([answer], device=device)
+    place = torch.arange(len(answer), device=device)
+    positions = prompt.next_position.to(device)[:, None] + place
     return Forced(
         ids=ids,
-        positions=positions.expand(*prompt.positions.shape[:-1], -1).to(prompt.positions.device),
+        positions=positions.expand(*prompt.positions.shape[:-1], -1),
         targets=torch.zeros_like(ids),
         answers=torch.zeros_like(ids),
     )

@@ -22,11 +22,11 @@ class Prompt:
     Attributes:
         inputs: arguments of the model's forward, without positions: input_ids (batch, tokens),
             pixel values, grids, attention_mask if there is padding (on the left), ... All are
-            tensors, except the samples of recordings, which are a list of tensors. Pixels, samples
-            and features may stay on the CPU until they are used, see ``arguments``.
+            tensors, except the samples of recordings, which are a list of tensors. They may stay on
+            the CPU until they are used, see ``arguments``; the host reads ids without waiting.
         positions: (axes, batch, tokens) or (batch, tokens) position ids, on the device of the
             model's inputs; on the CPU when built by a family, see ``to``.
-        next_position: (batch,) RoPE position of the first new token.
+        next_position: (batch,) RoPE position of the first new token, usually on the CPU.
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
         media: images, videos and recordings of a single row, in order.
         salt: prefix-cache salt; prompts with different salts share no prefix.
@@ -55,31 +55,30 @@ class Prompt:
         """Number of tokens per row, including padding."""
         return self.modalities.shape[1]
 
+    @property
+    def ids(self) -> torch.Tensor:
+        """(batch, tokens) token ids on the device of the model's inputs."""
+        return _moved(self.inputs["input_ids"], self.positions.device)
+
     def arguments(self) -> dict[str, Any]:
         """Return ``inputs`` on the device of the model's inputs; samples stay where they are."""
         device = self.positions.device
+        inputs = self.inputs | {"input_ids": self.ids}
         return {
-            name: value if name == SAMPLES else value.to(device)
-            for name, value in self.inputs.items()
+            name: value if name == SAMPLES else value.to(device) for name, value in inputs.items()
         }
 
     def to(self, device: torch.device) -> Prompt:
-        """Return the prompt with ids and positions on another device, without waiting for queued
-        work."""
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            pinned = tensor.is_cpu and device.type == "cuda"
-            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
-
-        inputs = self.inputs | {"input_ids": moved(self.inputs["input_ids"])}
-        positions, following = moved(self.positions), moved(self.next_position)
-        return replace(self, inputs=inputs, positions=positions, next_position=following)
+        """Return the prompt with its positions on another device, for the model's inputs to be
+        moved there."""
+        return replace(self, positions=_moved(self.positions, device))
 
     def positions_after(self, count: int) -> torch.Tensor:
         """Return the position ids of the next ``count`` text tokens, with the leading shape and
         dtype of ``positions``."""
         steps = torch.arange(count, device=self.positions.device)
-        following = (self.next_position + steps).expand(*self.positions.shape[:-1], -1)
+        following = self.next_position.to(steps.device) + steps
+        following = following.expand(*self.positions.shape[:-1], -1)
         if following.ndim == 3:
             # The first axis counts tokens; in the others, media span fewer positions than tokens.
             row = self.positions[:1, :, -1:] + 1 + steps
@@ -90,6 +89,12 @@ class Prompt:
     def spans(self) -> list[list[Span]]:
         """Runs of consecutive tokens of the same modality, by row."""
         return [spans_of(row) for row in self.modalities.tolist()]
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor on a device, without waiting for the device's queued work."""
+    pinned = tensor.is_cpu and device.type == "cuda"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
 def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:
@@ -132,7 +137,7 @@ def text_after(prompt: Prompt, ids: torch.Tensor) -> Prompt:
     """
     count = ids.shape[1]
     return Prompt(
-        inputs={"input_ids": ids.to(prompt.positions.device)},
+        inputs={"input_ids": ids.to(prompt.inputs["input_ids"].device)},
         positions=prompt.positions_after(count),
         next_position=prompt.next_position + count,
         modalities=torch.full((1, count), int(Modality.TEXT), dtype=torch.int8),
