@@ -11,6 +11,7 @@ import torch
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.engine import decode_runner
+from oscar_mm.engine.message import first_turn
 from oscar_mm.fast_decode.graph_runner import GraphRunner, capture_cuda_graph
 from oscar_mm.kernels.address_range import AddressRange, bytes_in_ranges
 from tests.compiled import unexpected
@@ -57,6 +58,20 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     assert not unexpected(caplog)
     # One for all answers, and for tables that grew.
     assert 1 <= len(captures) < 20
+
+
+@pytest.mark.gpu
+def test_a_request_is_prepared_without_waiting_for_the_gpu() -> None:
+    """Decode steps of others may be queued there."""
+    pipe = OscarVLPipeline("pocket-vl", device="cuda", prefix_cache="8MB")
+    messages, sampling = first_turn("What is on the sign?"), pipe.sampling({}, ())
+    pipe.new_request(pipe.read_request(messages), sampling, 0.0)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pipe.new_request(pipe.read_request(messages), sampling, 0.0)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.gpu
