@@ -40,6 +40,7 @@ from oscar_mm.fast_decode.hybrid_layers import (
 )
 from oscar_mm.fast_decode.layers import FastLayer, Product, is_sharded, norm_of
 from oscar_mm.fast_decode.low_rank import computes_as_known, is_lora
+from oscar_mm.fast_decode.parallel import in_parallel
 from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
 from oscar_mm.modules import devices, modules_of, run_as_written
 
@@ -251,10 +252,12 @@ class FastDecoder:
         rows, cosine, sine = states
         for layer in part.layers:
             rows = layer(rows, cosine, sine, cache)
-        cache.end_step(index for layer in part.layers for index in layer.cache_layers)
+        indices = [index for layer in part.layers for index in layer.cache_layers]
         if part is not self._parts[-1]:
+            cache.end_step(indices)
             return rows, cosine, sine
-        return (self.logits(rows),)
+        head, end = partial(self.logits, rows), partial(cache.end_step, indices)
+        return (in_parallel(rows.device, head, end),)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (batch, tokens per row, hidden size) embeddings of (batch, tokens per row) ids."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple, Self, cast
+from functools import partial
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch.nn.functional import linear as torch_linear
@@ -12,6 +12,7 @@ from torch.nn.functional import rms_norm, silu
 
 from oscar_mm.fast_decode.dequantize import dequantized
 from oscar_mm.fast_decode.gate import gate_
+from oscar_mm.fast_decode.parallel import in_parallel
 from oscar_mm.weights.matrix import QuantizedMatrix
 
 _ALIGNMENT = 16
@@ -148,7 +149,7 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
 
     Each product adds its bias or the residual stream before rounding. In a CUDA graph, the first
     product runs in parallel with the others, since a product with few rows seldom saturates memory
-    bandwidth; outside a graph, switching streams costs the host more time than this saves.
+    bandwidth.
     """
     x, _, biases, _, _, residual, gated, *_ = arguments
     weights = arguments.matrices()
@@ -158,17 +159,15 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
     parts = [x.new_empty(x.shape[0], n) for n in sizes] if gated else output.split(sizes, 1)
     residuals = [None] * len(sizes) if residual is None else residual.split(sizes, 1)
     first, *others = zip(weights, biases, residuals, parts, strict=True)
-    if others and torch.cuda.is_current_stream_capturing():
-        main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-        side.wait_stream(main)
-        _product(x, *first)
-        with torch.cuda.stream(side):
-            for product in others:
-                _product(x, *product)
-        main.wait_stream(side)
-    else:
-        for product in (first, *others):
+
+    def multiply(*products: tuple[Any, ...]) -> None:
+        for product in products:
             _product(x, *product)
+
+    if others:
+        in_parallel(x.device, partial(multiply, first), partial(multiply, *others))
+    else:
+        multiply(first)
     return gate_(*parts) if gated else output
 
 
@@ -184,13 +183,6 @@ def _product(
         torch.mm(x, weight.T, out=output)
     else:
         torch.addmm(added, x, weight.T, out=output)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the shared side stream; there is only one, since cuBLAS keeps 32 MiB for each stream
-    of a thread."""
-    return torch.cuda.Stream(device)
 
 
 def in_rows(*tensors: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ from oscar_mm.fast_decode.decoder import Capture, FastDecoder
 from oscar_mm.fast_decode.graph_cache import GraphCache
 from oscar_mm.fast_decode.layers import FastLayer
 from oscar_mm.fast_decode.low_rank import base_of
+from oscar_mm.fast_decode.parallel import in_parallel
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.policy import KVPolicy
@@ -314,9 +315,8 @@ class PromptScratch:
             rows = layer.feed_forward(layer.output(found.flatten(1), residual=rows))
             if level < len(features):
                 rows[:size] += features[level][here]
-        if cache is not None:
-            cache.end_step()
-        logits = self._decoder.logits(torch.cat([rows[lasts], rows[size:]]))
+        head = partial(self._decoder.logits, torch.cat([rows[lasts], rows[size:]]))
+        logits = head() if cache is None else in_parallel(rows.device, head, cache.end_step)
         # Each graph would keep logits of its own.
         return self._logits[: len(logits)].copy_(logits)
 
