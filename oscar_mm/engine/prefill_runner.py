@@ -17,6 +17,7 @@ from oscar_mm.engine.prefill import MAX_TOKENS, prefill_varlen, read_in_chunks
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.engine.running_batches import RunningBatches
+from oscar_mm.fast_decode.joined_weights import join_projections
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.modules import weights_key
@@ -91,12 +92,14 @@ class PrefillRunner:
         Returns:
             Whether the weights have changed.
         """
-        weights = weights_key(self.family.model)
-        if weights == self._weights:
+        model = self.family.model
+        if weights_key(model) == self._weights:
             return False
-        self._weights, model = weights, self.family.model
         self._sigmas = balancing_of(model, self._store.policy)
         fast = self.family.device.type == "cuda" and PromptLayers.takes(model)
+        if fast:
+            join_projections(model)
+        self._weights = weights_key(model)
         self._layers = PromptLayers(model, MAX_TOKENS) if fast else None
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -157,6 +158,9 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
     """
     x, _, biases, _, _, residual, gated, *_ = arguments
     weights = arguments.matrices()
+    plain = len(weights) > 1 and not gated and biases.count(None) == len(biases)
+    if plain and (one := joined(weights)) is not None:
+        weights, biases = [one], [None]
     sizes = [weight.shape[0] for weight in weights]
     output = x.new_empty(0 if gated else x.shape[0], sum(sizes))
     # The gate reads contiguous products in half the time.
@@ -173,6 +177,17 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
     else:
         multiply(first, *others)
     return gate_(*parts) if gated else output
+
+
+def joined(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return adjacent matrices as one, (total outputs, width); None if they are not adjacent."""
+    first = weights[0]
+    start = first.untyped_storage().data_ptr()
+    if not all(x.is_contiguous() and x.untyped_storage().data_ptr() == start for x in weights):
+        return None
+    if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(weights)):
+        return None
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def _product(
