@@ -387,8 +387,8 @@ def _attended(
 ) -> torch.Tensor:
     """Copy new keys and values to the scratch, and return (tokens, query heads, head_dim) attention
     over each prompt's tokens so far."""
-    queries, *new = heads.split(layer.heads, 1)
+    own = layer.heads[0]
+    new = heads[:, own:].unflatten(1, (2, -1))
+    sides.index_copy_(1, run.new_places, new.transpose(0, 1))
     keys, values = sides
-    for side, x in zip((keys, values), new, strict=True):
-        side.index_copy_(0, run.new_places, x)
-    return flash_varlen(queries, keys, values, run, layer.attention.scaling)
+    return flash_varlen(heads[:, :own], keys, values, run, layer.attention.scaling)
