@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.apps.serve.realtime_session import RealtimeSession
+from oscar_mm.apps.serve.realtime_responses import RealtimeResponses
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from oscar_mm.engine.message import Message
@@ -241,7 +241,7 @@ def test_the_server_hears_where_turns_end(address: str) -> None:
 
 def test_speech_interrupts_an_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the interruption, the first piece of speech is sent, and the text of three pieces."""
-    goes_on, send, said = threading.Event(), RealtimeSession._send_piece, list[Any]()
+    goes_on, send, said = threading.Event(), RealtimeResponses._send_piece, list[Any]()
 
     async def held_up(self: Any, response: Any, piece: Any, times: Any) -> None:
         if isinstance(piece, Speech) and not goes_on.is_set():
@@ -252,7 +252,7 @@ def test_speech_interrupts_an_answer(address: str, monkeypatch: pytest.MonkeyPat
                 return
         await send(self, response, piece, times)
 
-    monkeypatch.setattr(RealtimeSession, "_send_piece", held_up)
+    monkeypatch.setattr(RealtimeResponses, "_send_piece", held_up)
 
     async def talk(one: Talk) -> None:
         update = {"type": "realtime", "max_output_tokens": 60}
@@ -515,14 +515,14 @@ def test_sound_faster_than_it_is_read_waits(address: str) -> None:
 def test_what_is_said_during_an_answer_is_asked_after_it(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, send = threading.Event(), RealtimeSession._send_piece
+    goes_on, send = threading.Event(), RealtimeResponses._send_piece
 
     async def held_up(*arguments: Any) -> None:
         while not goes_on.is_set():
             await asyncio.sleep(0.01)
         await send(*arguments)
 
-    monkeypatch.setattr(RealtimeSession, "_send_piece", held_up)
+    monkeypatch.setattr(RealtimeResponses, "_send_piece", held_up)
 
     async def talk(one: Talk) -> None:
         await ask(one, "What is it?")

@@ -1,0 +1,340 @@
+"""RealtimeItems: the items of a realtime session, and the chat that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import soxr
+
+from oscar_mm.apps.serve.field_error import FieldError
+from oscar_mm.apps.serve.realtime_events import RATE, Item, ItemCreate, samples_of
+from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
+from oscar_mm.chat.chat import Chat
+from oscar_mm.chat.history import PastTurn
+from oscar_mm.engine.answer import AnswerStream
+from oscar_mm.engine.message import Message
+from oscar_mm.errors import InputError
+from oscar_mm.media.resample import MIN_SECONDS
+from oscar_mm.media.resample import RATE as HEARD_RATE
+from oscar_mm.modality import Modality
+
+_MAX_ITEMS = 4096
+
+
+@dataclass(eq=False)
+class Entry:
+    """An item of the conversation.
+
+    Attributes:
+        item: the item in the API's fields.
+        message: the message of an item of text; None for a recording.
+        turn: number of the chat's turn that contains it; None while it is not answered.
+        medium: number of its recording in that turn; None if it has none.
+        tokens: number of tokens of an answer.
+        speech_ms: milliseconds of speech of an answer that were sent.
+        frames_per_ms: frames of speech in a millisecond.
+        is_said: whether that is all of it.
+    """
+
+    item: dict[str, Any]
+    message: Message | None = None
+    turn: int | None = None
+    medium: int | None = None
+    tokens: int = 0
+    speech_ms: int = 0
+    frames_per_ms: float = 0.0
+    is_said: bool = True
+
+    @property
+    def id(self) -> str:
+        """The item's id."""
+        return self.item["id"]
+
+    def said_at_most(self, ms: int) -> int:
+        """Return how many tokens the first milliseconds say at most: one in a frame."""
+        return math.ceil(self.frames_per_ms * ms)
+
+
+class RealtimeItems:
+    """Items of one session in order, and the chat that reads them while they come.
+
+    Args:
+        chat: new chat, which ``close`` closes.
+        tasks: tasks of the session, which do all that uses the chat, in order.
+
+    Attributes:
+        chat: the chat.
+        hears: whether the model reads sound.
+        speaks: whether the model answers aloud.
+        answering: future that is done after the last event of the running answer; None if none
+            runs.
+        unanswered: items that the next answer is to.
+    """
+
+    def __init__(self, chat: Chat, tasks: RealtimeTasks) -> None:
+        self.chat, self._tasks = chat, tasks
+        family = chat.pipe.family
+        self.hears = Modality.AUDIO in family.reads
+        self.speaks = family.talker is not None and bool(family.talker.speakers)
+        self._listening = chat.listen(HEARD_RATE, speak=self.speaks) if self.hears else None
+        self._entries: dict[str, Entry] = {}
+        self.unanswered: list[Entry] = []
+        self._later: list[Entry] = []
+        """Texts that came during a recording, and follow it."""
+        self.answering: asyncio.Future[None] | None = None
+
+    @property
+    def speaker(self) -> str | None:
+        """The voice of the answers; None if the model does not speak."""
+        return None if self._listening is None else self._listening.speaker
+
+    # What the client sees.
+
+    async def add(self, entry: Entry, *, done: bool = True) -> None:
+        """Add an item at the end, and tell the client."""
+        if len(self._entries) >= _MAX_ITEMS:
+            raise FieldError(f"a session has at most {_MAX_ITEMS:,} items", "item")
+        about = {"item": entry.item, "previous_item_id": self.last_id}
+        self._entries[entry.id] = entry
+        await self._tasks.tell("conversation.item.added", **about)
+        if done:
+            await self._tasks.tell("conversation.item.done", **about)
+
+    def drop(self, entry: Entry) -> None:
+        """Remove an item that has not become part of the conversation."""
+        self._entries.pop(entry.id, None)
+
+    @property
+    def last_id(self) -> str | None:
+        """Id of the last item; None if there is none."""
+        return next(reversed(self._entries), None)
+
+    def find(self, item_id: str) -> Entry:
+        """Return the item with an id.
+
+        Raises:
+            FieldError: if there is none.
+        """
+        if (entry := self._entries.get(item_id)) is None:
+            raise FieldError("is not the id of an item of this conversation", "item_id")
+        return entry
+
+    def check_hears(self) -> None:
+        """Refuse sound if the model does not read it.
+
+        Raises:
+            FieldError: if it does not.
+        """
+        if not self.hears:
+            name = self.chat.pipe.family.name
+            raise FieldError(f"{name} does not support audio: send texts", "audio")
+
+    async def create(self, event: ItemCreate) -> tuple[Entry, np.ndarray | None]:
+        """Add an item that the client has made.
+
+        Returns:
+            the item, and the samples at 16 kHz that are to be heard next if it is a recording.
+
+        Raises:
+            InputError: if it is invalid; FieldError names the field.
+        """
+        given = event.item
+        if event.previous_item_id not in (None, self.last_id):
+            raise FieldError("items can only be added at the end: leave it out", "previous_item_id")
+        if given.id is not None and given.id in self._entries:
+            raise FieldError("is the id of another item", "item.id")
+        samples, message = await self._tasks.in_thread(partial(self._content, given))
+        content = [
+            {"type": part.type, "text": part.text} if part.audio is None else {"type": part.type}
+            for part in given.content
+        ]
+        entry = Entry(message_item(given.id or new_id(), given.role, content), message)
+        await self.add(entry)
+        if samples is None:
+            add = self._add_answer if given.role == "assistant" else self.add_text
+            self._tasks.do(partial(add, entry), event)
+        return entry, samples
+
+    def _content(self, item: Item) -> tuple[np.ndarray | None, Message | None]:
+        """Return the sound of an item of sound, or the message of an item of text."""
+        sounds = [part for part in item.content if part.type == "input_audio"]
+        if not sounds:
+            texts = tuple(part.text or "" for part in item.content)
+            message = Message(item.role, texts, "item.content")
+            self.chat.pipe.admission.check_message(message)
+            if not message.text.strip():
+                raise FieldError("must not be empty", "item.content")
+            return None, message
+        self.check_hears()
+        if len(item.content) > 1 or item.role != "user":
+            raise FieldError(
+                "audio must be the only part of a user's item: send texts as other items",
+                "item.content",
+            )
+        samples = samples_of(sounds[0].audio or "", "item.content[0].audio")
+        if len(samples) < MIN_SECONDS * RATE:
+            raise FieldError(f"must have at least {MIN_SECONDS:g} s", "item.content[0].audio")
+        return soxr.resample(samples, RATE, HEARD_RATE), None
+
+    # What is done in order.
+
+    async def instruct(self, text: str, voice: str | None) -> None:
+        """Change the voice, and the system prompt; once it was read, a system message follows."""
+        chat, listening = self.chat, self._listening
+        if listening is not None:
+            listening.speaker = voice
+        if not self._is_begun:
+            chat.system = text or None
+        elif text and text != chat.system:
+            chat.system = text
+            await self.add_text(Entry({}, Message("system", (text,), "instructions")))
+
+    @property
+    def _is_begun(self) -> bool:
+        """Whether the system prompt was read."""
+        listening = self._listening
+        return bool(self.chat.turns or (listening is not None and listening.read_tokens))
+
+    async def hear(self, samples: np.ndarray) -> None:
+        """Add (n,) float32 samples at 16 kHz to the current recording."""
+        listening, reads = self._listening, self.answering is None
+        assert listening is not None
+        try:
+            await self._tasks.in_thread(partial(listening.hear, samples, read=reads))
+        except InputError:
+            await self.discard()
+            raise
+
+    async def discard(self) -> None:
+        """Forget the current recording."""
+        if self._listening is not None:
+            await self._tasks.in_thread(self._listening.discard)
+
+    async def catch_up(self) -> None:
+        """Read what was heard during an answer."""
+        if self._listening is not None and self.answering is None:
+            await self._tasks.in_thread(self._listening.catch_up)
+
+    async def end_recording(self, entry: Entry) -> None:
+        """Make the current recording an item that is not answered."""
+        assert self._listening is not None
+        if not self._listening.is_recording:
+            raise FieldError("the sound could not be read, and was discarded", "audio")
+        await self._tasks.in_thread(self._listening.commit)
+        self.unanswered.append(entry)
+        later, self._later = self._later, []
+        for text in later:
+            await self.add_text(text)
+
+    async def add_text(self, entry: Entry) -> None:
+        """Add a message to those that are not answered, after the current recording."""
+        if self._listening is not None and self._listening.is_recording:
+            self._later.append(entry)
+            return
+        self.unanswered.append(entry)
+        if self._listening is not None and entry.message is not None:
+            await self._tasks.in_thread(partial(self._listening.add, entry.message))
+
+    async def _add_answer(self, entry: Entry) -> None:
+        """Add an answer of the client to the texts that are not answered."""
+        messages = [one.message for one in self.unanswered if one.message is not None]
+        answer, listening = entry.message, self._listening
+        if answer is None or not messages or len(messages) < len(self.unanswered):
+            self.drop(entry)
+            raise FieldError("an assistant's item must follow texts of the user", "item.role")
+        tell = self._tell_past if listening is None else listening.tell
+        await self._tasks.in_thread(partial(tell, answer))
+        self.answered(self.unanswered, entry)
+
+    def _tell_past(self, answer: Message) -> None:
+        messages = [one.message for one in self.unanswered if one.message is not None]
+        self.chat.tell_all([PastTurn(messages, answer)])
+
+    def stream(self, options: dict[str, Any], *, speak: bool) -> AnswerStream:
+        """Ask what was not answered, in a thread.
+
+        Args:
+            options: sampling options.
+            speak: whether the answer is spoken.
+        """
+        if not self.unanswered:
+            raise InputError("there is nothing to answer: create an item first")
+        if (listening := self._listening) is not None:
+            return listening.stream(speak=speak, **options)
+        messages = [one.message for one in self.unanswered if one.message is not None]
+        return self.chat.stream(messages=messages, cut_to_fit=True, **options)
+
+    def answered(self, asked: Sequence[Entry], answer: Entry) -> None:
+        """Note that the last turn of the chat consists of some items and their answer."""
+        turn, recordings = len(self.chat.turns) - 1, itertools.count()
+        for entry in (*asked, answer):
+            entry.turn = turn
+            if entry.message is None and entry is not answer:
+                entry.medium = next(recordings)
+        self.unanswered = [entry for entry in self.unanswered if entry not in asked]
+
+    async def delete(self, item_id: str) -> None:
+        """Remove a recording that was answered, also from the cache."""
+        entry, listening = self.find(item_id), self._listening
+        if entry.turn is None or entry.medium is None:
+            raise FieldError("only recordings that were answered can be deleted", "item_id")
+        if self.answering is not None or (listening and listening.read_tokens):
+            raise FieldError("cannot be deleted while something is heard or said", "item_id")
+        await self._tasks.in_thread(partial(self._forget, entry.turn, entry.medium))
+        del self._entries[item_id]
+        await self._tasks.tell("conversation.item.deleted", item_id=item_id)
+
+    def _forget(self, turn: int, medium: int) -> None:
+        of_turn = [one for one in self.chat.segments if one.turn == turn and one.modality]
+        self.chat.forget(of_turn[medium])
+
+    async def truncate(self, entry: Entry, end_ms: int) -> None:
+        """Remove from the last answer what follows the first milliseconds of its speech."""
+        if self.answering is not None:
+            await self.answering
+        if entry.turn != len(self.chat.turns) - 1 or not entry.speech_ms:
+            raise FieldError("only the last spoken answer can be truncated", "item_id")
+        if self._listening is not None and self._listening.read_tokens:
+            raise FieldError("what follows the answer was read already", "item_id")
+        if end_ms > entry.speech_ms:
+            raise FieldError(f"the answer lasts {entry.speech_ms} ms", "audio_end_ms")
+        whole = math.ceil(entry.tokens * end_ms / entry.speech_ms)
+        await self.shorten(entry, whole if entry.is_said else entry.said_at_most(end_ms))
+        entry.speech_ms = end_ms
+        told = {"item_id": entry.id, "content_index": 0, "audio_end_ms": end_ms}
+        await self._tasks.tell("conversation.item.truncated", **told)
+
+    async def shorten(self, entry: Entry, tokens: int) -> None:
+        """Remove all but the first tokens of the last answer."""
+        if (count := entry.tokens - tokens) > 0:
+            await self._tasks.in_thread(partial(self.chat.shorten_answer, count))
+            entry.tokens = tokens
+            for part in entry.item["content"]:
+                part["transcript"] = self.chat.turns[-1].answer
+
+    def close(self) -> None:
+        """Free the chat."""
+        if self._listening is not None:
+            self._listening.close()
+        self.chat.close()
+
+
+def new_id() -> str:
+    """Return an id of an item."""
+    return f"item_{uuid4().hex}"
+
+
+def message_item(
+    item_id: str, role: str, content: list[dict[str, Any]], status: str = "completed"
+) -> dict[str, Any]:
+    """Return the item of a message in the API's fields."""
+    about = {"id": item_id, "object": "realtime.item", "type": "message", "status": status}
+    return {**about, "role": role, "content": content}

@@ -1,0 +1,363 @@
+"""RealtimeResponses: the answers of a realtime session, from a request to its last event."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from anyio.to_thread import run_sync
+
+from oscar_mm.apps.serve.completed import CompletedAnswer
+from oscar_mm.apps.serve.fair_queue import Slot, token_cost
+from oscar_mm.apps.serve.field_error import FieldError
+from oscar_mm.apps.serve.metrics import AnswerTimes
+from oscar_mm.apps.serve.realtime_events import (
+    RATE,
+    ResponseCancel,
+    ResponseCreate,
+    ResponseFields,
+)
+from oscar_mm.apps.serve.realtime_items import Entry, RealtimeItems, message_item, new_id
+from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
+from oscar_mm.apps.serve.refusals import ClientGone, Refusal, as_refusals
+from oscar_mm.apps.serve.spoken import pcm16
+from oscar_mm.engine.answer import Answer, AnswerStream
+from oscar_mm.engine.async_pieces import AsyncPieces
+from oscar_mm.engine.speech import Speech
+from oscar_mm.errors import Cancelled, MemoryBusy
+
+if TYPE_CHECKING:
+    from oscar_mm.apps.serve.service import Service
+
+
+@dataclass(eq=False)
+class Response:
+    """An answer from its request to its last event.
+
+    Attributes:
+        fields: settings of this answer.
+        speaks: whether it is spoken.
+        entry: item of the answer.
+        cut: future that is done when the answer is to end early.
+        done: future that is done after the last event.
+        id: id of the response.
+        reason: why it is cut.
+        asked: items that it answers.
+        text: the text so far.
+        samples: number of samples of speech so far.
+    """
+
+    fields: ResponseFields
+    speaks: bool
+    entry: Entry
+    cut: asyncio.Future[None]
+    done: asyncio.Future[None]
+    id: str = field(default_factory=lambda: f"resp_{uuid4().hex}")
+    reason: str = "client_cancelled"
+    asked: list[Entry] = field(default_factory=list)
+    text: str = ""
+    samples: int = 0
+
+
+class RealtimeResponses:
+    """Answers of one session, one at a time.
+
+    Args:
+        service: service of the server.
+        client: names that identify the client; see ``Request``.
+        tasks: tasks of the session.
+        items: items of the session.
+        settings: settings of the session, which may change.
+
+    Attributes:
+        active: the answer that was asked for and has not ended; None if there is none.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        client: tuple[str, ...],
+        tasks: RealtimeTasks,
+        items: RealtimeItems,
+        settings: dict[str, Any],
+    ) -> None:
+        self._service, self._client, self._tasks = service, client, tasks
+        self._items, self._settings = items, settings
+        self.active: Response | None = None
+
+    def check_modalities(self, wanted: Sequence[str], field: str) -> None:
+        """Refuse speech of a model that does not speak.
+
+        Raises:
+            FieldError: see above.
+        """
+        if "audio" in wanted and self._settings["audio"]["output"].get("voice") is None:
+            raise FieldError(
+                'this model answers in text only: use ["text"], or serve a checkpoint with a '
+                "talker, such as Qwen/Qwen3-Omni-30B-A3B-Instruct",
+                field,
+            )
+
+    def ask(self, fields: ResponseFields, event: ResponseCreate | None = None) -> None:
+        """Ask for an answer, after all that was sent before.
+
+        Raises:
+            Refusal: if another answer is active.
+            FieldError: if a field is wrong.
+        """
+        if (active := self.active) is not None:
+            raise Refusal(
+                400,
+                f"the response {active.id} is in progress: wait until it is done, or cancel it",
+                code="conversation_already_has_active_response",
+            )
+        wanted = fields.output_modalities or self._settings["output_modalities"]
+        self.check_modalities(wanted, "response.output_modalities")
+        output = None if fields.audio is None else fields.audio.output
+        if output is not None and output.voice is not None:
+            raise FieldError("is set by session.update", "response.audio.output.voice")
+        loop = asyncio.get_running_loop()
+        entry = Entry(message_item(new_id(), "assistant", [], "in_progress"))
+        cut, done = loop.create_future(), loop.create_future()
+        self.active = Response(fields, "audio" in wanted, entry, cut, done)
+        self._tasks.do(partial(self._answer, self.active), event)
+
+    def cancel(self, event: ResponseCancel) -> None:
+        """End the active answer.
+
+        Raises:
+            Refusal: if it is not that of the event.
+        """
+        if self.active is None or event.response_id not in (None, self.active.id):
+            message = "there is no such active response"
+            raise Refusal(400, message, code="response_cancel_not_active")
+        self.cut("client_cancelled")
+
+    def cut(self, reason: str) -> None:
+        """End the active answer, if there is one."""
+        response = self.active
+        if response is not None and not response.cut.done():
+            response.reason = reason
+            response.cut.set_result(None)
+            self._items.chat.stop()
+
+    async def _answer(self, response: Response) -> None:
+        """Begin an answer; another task sends its pieces."""
+        self._items.answering, response.asked = response.done, [*self._items.unanswered]
+        arrival = perf_counter()
+        await self._tasks.tell("response.created", response=self._fields(response, "in_progress"))
+        slot: Slot | None = None
+        try:
+            [slot] = await self._service.places.take(self._client, response.cut)
+            self._service.metrics.running.inc()
+            with as_refusals():
+                stream, pieces, first = await self._first_piece(response)
+        except BaseException as error:
+            if slot is not None:
+                self._release(slot)
+            await self._fail(response, error)
+            if not isinstance(error, Refusal):
+                raise
+            return
+        times = AnswerTimes(self._service.metrics, arrival)
+        self._tasks.run(self._deliver(response, slot, stream, pieces, first, times))
+
+    async def _first_piece(
+        self, response: Response
+    ) -> tuple[AnswerStream, AsyncPieces[str | Speech], str | Speech | None]:
+        """Read the question, and return the stream of the answer with its first piece."""
+        deadline = perf_counter() + self._service.limits.memory_wait_s
+        places, conversations = self._service.places, self._service.conversations
+        while True:
+            try:
+                stream = await self._tasks.in_thread(partial(self._stream, response))
+                if response.cut.done():
+                    self._items.chat.stop()
+                pieces = stream.async_with_speech()
+                return stream, pieces, await anext(pieces, None)
+            except Cancelled:
+                raise ClientGone from None
+            except MemoryBusy:
+                if (left := deadline - perf_counter()) <= 0:
+                    raise
+                if not await run_sync(conversations.give_way):
+                    await places.wait_for_memory(response.cut, left)
+
+    def _stream(self, response: Response) -> AnswerStream:
+        options: dict[str, Any] = {}
+        if (longest := self._longest(response)) != "inf":
+            options["max_new_tokens"] = longest
+        temperature = response.fields.temperature
+        temperature = self._settings.get("temperature") if temperature is None else temperature
+        if temperature is not None:
+            options["temperature"] = temperature
+        self._service.bound_answer(options)
+        return self._items.stream(options, speak=response.speaks)
+
+    def _longest(self, response: Response) -> int | str:
+        return response.fields.max_output_tokens or self._settings["max_output_tokens"]
+
+    async def _deliver(
+        self,
+        response: Response,
+        slot: Slot,
+        stream: AnswerStream,
+        pieces: AsyncPieces[str | Speech],
+        first: str | Speech | None,
+        times: AnswerTimes,
+    ) -> None:
+        """Send the pieces of an answer, then its last events."""
+        try:
+            with as_refusals():
+                await self._open_item(response)
+                if first is not None:
+                    await self._send_piece(response, first, times)
+                async for piece in pieces:
+                    await self._send_piece(response, piece, times)
+                await self._finish(response, slot, stream.result, times)
+        except Refusal as error:
+            await self._fail(response, error)
+        finally:
+            pieces.close()
+            self._release(slot)
+
+    def _release(self, slot: Slot) -> None:
+        self._service.metrics.running.dec()
+        self._service.places.release(slot)
+
+    async def _open_item(self, response: Response) -> None:
+        item = response.entry.item
+        kind = "audio" if response.speaks else "text"
+        part = {"type": kind, "transcript" if response.speaks else "text": ""}
+        place = {"response_id": response.id, "output_index": 0}
+        await self._tasks.tell("response.output_item.added", item=item, **place)
+        await self._items.add(response.entry, done=False)
+        where = place | {"item_id": item["id"], "content_index": 0}
+        await self._tasks.tell("response.content_part.added", part=part, **where)
+
+    async def _send_piece(
+        self, response: Response, piece: str | Speech, times: AnswerTimes
+    ) -> None:
+        if response.cut.done():
+            return
+        if isinstance(piece, Speech):
+            response.samples += len(piece.samples)
+            delta = base64.b64encode(pcm16(piece.samples)).decode()
+            await self._tell_part(response, "response.output_audio.delta", delta=delta)
+            return
+        times.note()
+        response.text += piece
+        kind = "audio_transcript" if response.speaks else "text"
+        await self._tell_part(response, f"response.output_{kind}.delta", delta=piece)
+
+    async def _tell_part(self, response: Response, kind: str, **fields: Any) -> None:
+        place = {"item_id": response.entry.id, "output_index": 0, "content_index": 0}
+        await self._tasks.tell(kind, response_id=response.id, **place, **fields)
+
+    async def _finish(
+        self, response: Response, slot: Slot, answer: Answer, times: AnswerTimes
+    ) -> None:
+        """Send the last events of an answer that is a turn of the chat now."""
+        entry, turn = response.entry, self._items.chat.turns[-1]
+        self._items.answered(response.asked, entry)
+        entry.tokens = len(answer.token_ids)
+        entry.speech_ms = response.samples * 1000 // RATE
+        if answer.speech is not None and len(answer.speech):
+            entry.frames_per_ms = answer.speech_tokens * RATE / (1000 * len(answer.speech))
+        was_cut = response.cut.done()
+        entry.is_said = not was_cut
+        completed = CompletedAnswer(answer, turn.start, turn.start + answer.prompt_tokens)
+        slot.cost = token_cost(answer.prompt_tokens, completed.tokens)
+        times.end(completed)
+        status = "completed" if answer.finish_reason == "stop" else "incomplete"
+        status = "cancelled" if was_cut else status
+        text = {"transcript" if response.speaks else "text": response.text}
+        kind = "output_audio" if response.speaks else "output_text"
+        entry.item["content"] = [{"type": kind, **text}]
+        entry.item["status"] = "completed" if status == "completed" else "incomplete"
+        if was_cut and response.speaks:
+            # What was not sent was not heard.
+            await self._items.shorten(entry, entry.said_at_most(entry.speech_ms))
+        if response.speaks:
+            await self._tell_part(response, "response.output_audio.done")
+            await self._tell_part(response, "response.output_audio_transcript.done", **text)
+        else:
+            await self._tell_part(response, "response.output_text.done", **text)
+        part = {"type": "audio" if response.speaks else "text", **text}
+        await self._tell_part(response, "response.content_part.done", part=part)
+        place = {"response_id": response.id, "output_index": 0}
+        await self._tasks.tell("response.output_item.done", item=entry.item, **place)
+        await self._tasks.tell("conversation.item.done", item=entry.item, previous_item_id=None)
+        await self._end(response, status, usage=_usage(completed))
+
+    async def _fail(self, response: Response, error: BaseException) -> None:
+        """Send the last event of an answer without text."""
+        if response.cut.done() or isinstance(error, asyncio.CancelledError):
+            await self._end(response, "cancelled")
+            return
+        refusal = error if isinstance(error, Refusal) else Refusal(500, "the answer failed")
+        self._tasks.count(refusal)
+        about = {"type": refusal.kind, "code": refusal.code, "message": str(refusal)}
+        self._items.drop(response.entry)
+        await self._end(response, "failed", error=about)
+
+    async def _end(
+        self,
+        response: Response,
+        status: str,
+        *,
+        usage: dict[str, Any] | None = None,
+        error: dict[str, Any] | None = None,
+    ) -> None:
+        reasons = {"cancelled": response.reason, "incomplete": "max_output_tokens"}
+        details = {"type": status, "reason": reasons.get(status), "error": error}
+        self.active = self._items.answering = None
+        if not response.done.done():
+            response.done.set_result(None)
+        self._tasks.do(self._items.catch_up)
+        details = {name: value for name, value in details.items() if value is not None}
+        fields = self._fields(response, status) | {"status_details": details, "usage": usage}
+        await self._tasks.tell("response.done", response=fields)
+
+    def _fields(self, response: Response, status: str) -> dict[str, Any]:
+        entry = response.entry
+        return {
+            "id": response.id,
+            "object": "realtime.response",
+            "status": status,
+            "status_details": None,
+            "conversation_id": self._settings["id"].replace("sess_", "conv_", 1),
+            "output": [entry.item] if entry.turn is not None else [],
+            "output_modalities": ["audio"] if response.speaks else ["text"],
+            "max_output_tokens": self._longest(response),
+            "metadata": response.fields.metadata,
+            "audio": {"output": self._settings["audio"]["output"]},
+            "usage": None,
+        }
+
+
+def _usage(completed: CompletedAnswer) -> dict[str, Any]:
+    answer, read = completed.answer, completed.prompt_tokens
+    heard = answer.memory.tokens["audio"]
+    spoken = answer.speech_tokens
+    return {
+        "total_tokens": read + completed.tokens,
+        "input_tokens": read,
+        "output_tokens": completed.tokens,
+        "input_token_details": {
+            "text_tokens": max(0, read - heard),
+            "audio_tokens": heard,
+            "image_tokens": 0,
+            "cached_tokens": completed.cached_tokens,
+        },
+        "output_token_details": {
+            "text_tokens": completed.tokens - spoken,
+            "audio_tokens": spoken,
+        },
+    }

@@ -1,0 +1,161 @@
+"""RealtimeSound: the sound of a realtime session's client, cut into recordings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import soxr
+
+from oscar_mm.apps.serve.realtime_events import RATE, AudioAppend, ItemCreate, samples_of
+from oscar_mm.apps.serve.realtime_items import Entry, RealtimeItems, message_item, new_id
+from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
+from oscar_mm.apps.serve.refusals import Refusal
+from oscar_mm.apps.turn_detection import Began, Ended, SpeechDetector
+from oscar_mm.media.resample import MIN_SECONDS
+from oscar_mm.media.resample import RATE as HEARD_RATE
+
+_WAITING_S = 30
+"""Seconds of sound that wait to be read; then the server stops receiving until they are."""
+
+
+class RealtimeSound:
+    """Sound of one session: resampled, cut where the user begins and ends to speak, and read.
+
+    Args:
+        tasks: tasks of the session.
+        items: items, which the recordings become.
+        began: function called when the user begins to speak.
+        ended: function called when the server has found the end of what the user says, after it
+            became an item.
+
+    Attributes:
+        uncommitted: samples of the current recording.
+    """
+
+    def __init__(
+        self,
+        tasks: RealtimeTasks,
+        items: RealtimeItems,
+        began: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._tasks, self._items, self._began, self._ended = tasks, items, began, ended
+        self._waiting = 0
+        """Samples that wait to be read."""
+        self._drained = asyncio.Event()
+        tasks.gone.add_done_callback(lambda _: self._drained.set())
+        self._resampler = _resampler()
+        self._received = self.uncommitted = 0
+        self._id = new_id()
+        """Id of the item that the current recording becomes."""
+        self._detection: dict[str, Any] | None = None
+        self._detector: SpeechDetector | None = None
+
+    def detect(self, how: dict[str, Any] | None) -> None:
+        """Find turns from here on by these settings of the API; None for push to talk."""
+        self._detection, self._detector = how, None
+        if how is not None:
+            fields = how["threshold"], how["prefix_padding_ms"], how["silence_duration_ms"]
+            self._detector = SpeechDetector(*fields, self._received)
+
+    async def append(self, event: AudioAppend) -> None:
+        """Add sound of the client.
+
+        Raises:
+            FieldError: if it is no sound, or the model does not hear.
+        """
+        self._items.check_hears()
+        given = samples_of(event.audio, "audio")
+        await self._add(self._resampler.resample_chunk(given))
+        await self._wait()
+
+    async def add_item(self, entry: Entry, samples: np.ndarray, event: ItemCreate) -> None:
+        """Have (n,) samples at 16 kHz read that are an item of the client."""
+        self._hear(samples, event)
+        self._tasks.do(partial(self._items.end_recording, entry), event)
+        await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait while too much sound is not read."""
+        while self._waiting > _WAITING_S * HEARD_RATE and not self._tasks.gone.done():
+            self._drained.clear()
+            await self._drained.wait()
+
+    async def _add(self, samples: np.ndarray) -> None:
+        """Add samples at 16 kHz, and find out what the user says."""
+        self._received += len(samples)
+        if self._detector is None:
+            self._keep(samples)
+            return
+        for found in self._detector.push(samples):
+            if isinstance(found, Began):
+                await self._tell("speech_started", audio_start_ms=found.at * 1000 // HEARD_RATE)
+                self._began()
+            elif isinstance(found, Ended):
+                await self._tell("speech_stopped", audio_end_ms=found.at * 1000 // HEARD_RATE)
+                await self._make_item()
+                self._ended()
+            else:
+                self._keep(found)
+
+    def _keep(self, samples: np.ndarray) -> None:
+        """Have samples read that belong to the current recording."""
+        if len(samples):
+            self.uncommitted += len(samples)
+            self._hear(samples)
+
+    def _hear(self, samples: np.ndarray, event: ItemCreate | None = None) -> None:
+        self._waiting += len(samples)
+        self._tasks.do(partial(self._read, samples), event)
+
+    async def _read(self, samples: np.ndarray) -> None:
+        try:
+            await self._items.hear(samples)
+        finally:
+            self._waiting -= len(samples)
+            self._drained.set()
+
+    async def commit(self) -> None:
+        """Make the current recording an item.
+
+        Raises:
+            Refusal: if it is too short.
+            FieldError: if the model does not hear.
+        """
+        self._items.check_hears()
+        if self._detector is None:
+            await self._add(self._resampler.resample_chunk(np.zeros(0, np.float32), last=True))
+            self._resampler = _resampler()
+        if self.uncommitted < MIN_SECONDS * HEARD_RATE:
+            raise Refusal(
+                400,
+                f"the input audio buffer has {self.uncommitted / HEARD_RATE:.3f} s, but an item "
+                f"must have at least {MIN_SECONDS:g} s: append more",
+                code="input_audio_buffer_commit_empty",
+            )
+        await self._make_item()
+        self.detect(self._detection)
+
+    async def _make_item(self) -> None:
+        entry = Entry(message_item(self._id, "user", [{"type": "input_audio", "transcript": None}]))
+        await self._tell("committed", previous_item_id=self._items.last_id)
+        self._id, self.uncommitted = new_id(), 0
+        await self._items.add(entry)
+        self._tasks.do(partial(self._items.end_recording, entry))
+
+    def clear(self) -> None:
+        """Forget the current recording."""
+        self._resampler, self.uncommitted = _resampler(), 0
+        self.detect(self._detection)
+        self._tasks.do(self._items.discard)
+
+    async def _tell(self, kind: str, **fields: Any) -> None:
+        await self._tasks.tell(f"input_audio_buffer.{kind}", **fields, item_id=self._id)
+
+
+def _resampler() -> Any:
+    return soxr.ResampleStream(RATE, HEARD_RATE, 1, dtype="float32")

@@ -1,0 +1,108 @@
+"""RealtimeTasks: what is done for a realtime session in order, and what its client is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+
+from oscar_mm.apps.serve.metrics import Metrics
+from oscar_mm.apps.serve.realtime_events import ClientEvent
+from oscar_mm.apps.serve.refusals import ClientGone, Refusal, as_refusals
+
+Result = TypeVar("Result")
+
+
+class RealtimeTasks:
+    """Tasks of one session, and the way to its client.
+
+    Args:
+        metrics: metrics that count refusals.
+        send: function that sends a JSON value to the client.
+        threads: limit on the threads of all sessions.
+
+    Attributes:
+        gone: future that is done when the client is gone.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        send: Callable[[dict[str, Any]], Awaitable[None]],
+        threads: CapacityLimiter,
+    ) -> None:
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._metrics, self._send, self._threads = metrics, send, threads
+        self._work: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._running: set[asyncio.Task[None]] = set()
+        self._worker: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Begin to work, until ``close``."""
+        self._worker = self.run(self._work_on())
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something beside what is done in order, and return its task."""
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def do(self, action: Callable[[], Awaitable[None]], event: ClientEvent | None = None) -> None:
+        """Do something after all that is to be done before.
+
+        Args:
+            action: what to do.
+            event: event that asks for it, for errors; None if none does.
+        """
+        event_id = None if event is None else event.event_id
+
+        async def guarded() -> None:
+            try:
+                with as_refusals():
+                    await action()
+            except ClientGone:
+                pass
+            except Refusal as error:
+                await self.refuse(error, event_id)
+
+        self._work.put_nowait(guarded)
+
+    async def _work_on(self) -> None:
+        while True:
+            await (await self._work.get())()
+
+    async def in_thread(self, function: Callable[[], Result]) -> Result:
+        """Run a function in a thread of the sessions."""
+        return await run_sync(function, limiter=self._threads)
+
+    async def tell(self, kind: str, **fields: Any) -> None:
+        """Send an event, unless the client is gone."""
+        if not self.gone.done():
+            await self._send({"type": kind, "event_id": f"event_{uuid4().hex}", **fields})
+
+    async def refuse(self, error: Refusal, event_id: str | None) -> None:
+        """Tell the client what is wrong; the session goes on."""
+        self.count(error)
+        await self.tell("error", error=error.body["error"] | {"event_id": event_id})
+
+    def count(self, error: Refusal) -> None:
+        """Count a refusal in the metrics."""
+        self._metrics.requests.labels(str(error.status)).inc()
+        if error.reason is not None:
+            self._metrics.refusals.labels(error.reason).inc()
+
+    def leave(self) -> None:
+        """Send nothing more, since the client is gone."""
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    async def close(self) -> None:
+        """End the work, and wait for all else that runs."""
+        if self._worker is not None:
+            self._worker.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
