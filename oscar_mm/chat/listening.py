@@ -13,6 +13,8 @@ from oscar_mm.engine.answer import Answer, AnswerStream
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.request_options import QuestionOptions
 from oscar_mm.errors import InputError, shown
+from oscar_mm.modality import Modality
+from oscar_mm.tool_parsers.offer import ToolOffer
 
 if TYPE_CHECKING:
     from oscar_mm.chat.chat import Chat
@@ -137,7 +139,17 @@ class Listening:
                     self._chat.read_open_turn(self._turn)
 
     def add(self, message: Message) -> None:
-        """Add a message of text to the next question, after what was heard so far."""
+        """Add a message of texts and images to the next question, after what was heard so far.
+
+        Raises:
+            InputError: if it has other media, or the part before it has less than 0.1 seconds.
+        """
+        for medium in message.media:
+            if medium.modality is not Modality.IMAGE:
+                raise InputError(
+                    f"{medium.label}: only images can be added to what is heard: pass samples to "
+                    "hear()"
+                )
         with self._lock:
             self._check_open()
             self.commit()
@@ -147,12 +159,12 @@ class Listening:
         """Answer the messages that were added, as in ``Chat.tell_all``.
 
         Raises:
-            InputError: if they have recordings, or are none, or see ``Chat.tell_all``.
+            InputError: if something was heard, or there are none, or see ``Chat.tell_all``.
         """
         with self._lock:
             self._check_open()
             if self._turn.recordings or not self._turn.messages:
-                raise InputError(f"{answer.place}: an answer must follow messages of text")
+                raise InputError(f"{answer.place}: an answer must follow messages that were added")
             self._chat.tell_all([PastTurn(self._turn.messages, answer)])
             self._turn = self._new_turn()
 
@@ -184,13 +196,19 @@ class Listening:
         return self.stream(prompt, **options).complete()
 
     def stream(
-        self, prompt: str = "", *, speak: bool = True, **options: Unpack[QuestionOptions]
+        self,
+        prompt: str = "",
+        *,
+        speak: bool = True,
+        tools: ToolOffer | None = None,
+        **options: Unpack[QuestionOptions],
     ) -> AnswerStream:
         """Ask like ``ask``, and stream the answer; see ``Chat.stream``.
 
         Args:
             prompt, options: see ``ask``.
             speak: whether the answer is spoken too, if there is a speaker.
+            tools: see ``Chat.stream``.
         """
         with self._lock:
             self._check_open()
@@ -202,7 +220,8 @@ class Listening:
             turn.commit(prompt)
             self._turn, self._asked = self._new_turn(), turn
             try:
-                return self._chat.ask_open_turn(turn, self.speaker if speak else None, **options)
+                speaker = self.speaker if speak else None
+                return self._chat.ask_open_turn(turn, speaker, tools, **options)
             except BaseException:
                 self._settle()
                 raise

@@ -101,7 +101,8 @@ class OpenTurn:
     """A question that is not complete, whose beginning may be in the cache.
 
     Attributes:
-        messages: complete messages; each recording is a part of one of them.
+        messages: complete messages, whose recordings are ``recordings`` and whose other media are
+            images.
         recordings: all recordings, in order.
         going_on: the last recording while it is being made; then no message has it yet.
         cache: cache of the chat's past and of the beginning of the turn; None before that.
@@ -155,7 +156,8 @@ class OpenTurn:
             prompt: prompt of ``asked`` with the stand-ins of the recordings.
         """
         parts, start, moved = list[Prompt](), 0, 0
-        for span, recording in zip(prompt.media, self.recordings, strict=True):
+        heard = [span for span in prompt.media if span.modality is Modality.AUDIO]
+        for span, recording in zip(heard, self.recordings, strict=True):
             text = remaining(beginning(prompt, span.start), start)
             parts.append(_moved(text, moved))
             parts += _blocks(prompt, span, parts[-1], recording)
@@ -184,16 +186,21 @@ class OpenTurn:
         place, left = 0, iter(self.recordings)
         inside = False
         for part in parts:
-            if part.media and not inside:
+            is_block = any(span.modality is Modality.AUDIO for span in part.media)
+            if not is_block:
+                yield from (span.shifted(place) for span in part.media)
+            elif not inside:
                 yield next(left).span(place)
-            inside = bool(part.media)
+            inside = is_block
             place += part.tokens
 
     def unread(self, family: Family, parts: Sequence[Prompt]) -> Prompt:
         """Return the parts that are not in the cache, with the inputs of their media."""
         before, left = self.tokens, list(parts)
-        while before > 0:
+        while before >= left[0].tokens:
             before -= left.pop(0).tokens
+        if before:
+            left[0] = remaining(left[0], before)
         return family.concatenate(left)
 
     def took(self, cache: OscarCache, read: Prompt, states: Iterable[torch.Tensor]) -> None:
@@ -211,18 +218,18 @@ class OpenTurn:
         """
         if self.going_on is None:
             return
-        is_read = any(not block.inputs for block in self.going_on.blocks)
+        read = sum(block.tokens for block in self.going_on.blocks if not block.inputs)
         self.recordings.remove(self.going_on)
         self.going_on = None
-        if not is_read or self.cache is None or self.read is None:
+        if not read or self.cache is None or self.read is None:
             return
-        audio = (self.read.modalities[0] == Modality.AUDIO).nonzero()[:, 0].tolist()
-        count = sum(recording.tokens for recording in self.recordings)
+        media = (self.read.modalities[0] != Modality.TEXT).nonzero()[:, 0].tolist()
+        count = len(media) - read
         if count == 0:
             self.close()
             self.read, self.states = None, []
             return
-        kept = audio[count - 1] + 1
+        kept = media[count - 1] + 1
         cache = self.cache.fork()
         cache.crop(kept - self.tokens)
         states = [torch.cat(self.states)[:count]] if self.states else []

@@ -310,20 +310,26 @@ class TurnRunner:
                 pipe.engine.call(lambda: self._drop(reading))
 
     def ask_open_turn(
-        self, turn: OpenTurn, speaker: str | None, **options: Unpack[QuestionOptions]
+        self,
+        turn: OpenTurn,
+        speaker: str | None,
+        tools: ToolOffer | None = None,
+        **options: Unpack[QuestionOptions],
     ) -> AnswerStream:
         """Stream the answer to a question whose beginning may be in the cache; see ``stream``.
 
         Args:
             turn: the question.
             speaker: voice of the answer; None for an answer in text.
-            options: see ``ask``.
+            tools, options: see ``Chat.stream``.
         """
         sampling, _ = split_media(options, self.pipe.family)
         with self._calls:
             how: dict[str, Any] = {"keep_part": True, "cut_to_fit": True}
             how |= {"speak": speaker is not None, "speaker": speaker}
-            return self._stream(turn.messages, sampling, tools=self.tools, turn=turn, **how)
+            return self._stream(
+                turn.messages, sampling, tools=tools or self.tools, turn=turn, **how
+            )
 
     def _wait_for_left(self) -> None:
         """Wait for the thread of a stream that a coroutine has left, since that thread still uses

@@ -14,9 +14,11 @@ from oscar_mm.engine.answer import Answer
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import Cancelled, InputError, RequestTooLarge
+from oscar_mm.media.part import MediaPart
 from oscar_mm.media.resample import RATE
+from oscar_mm.modality import Modality
 from tests.pipelines.conftest import NEVER, exact
-from tests.prompts import tone
+from tests.prompts import noise, tone
 
 HOW: dict[str, Any] = {"max_new_tokens": 6, "logprobs": 2}
 
@@ -193,6 +195,39 @@ def test_messages_between_recordings_keep_their_place(pipe) -> None:
         messages = [[shown[0]], "Listen on.", [shown[1]]]
         asked = [{"role": "user", "content": content} for content in messages]
         same(heard, other.ask(messages=asked, **HOW))
+
+
+def test_images_between_recordings_keep_their_place(pipe) -> None:
+    """Before, between and after recordings, also if the cache has them when one is discarded."""
+    sounds, pictures = [sound(9.5), sound(9.7, seed=1)], [noise(64, 96), noise(96, 64, 1)]
+    images = [MediaPart(Modality.IMAGE, one, "picture") for one in pictures]
+    with pipe.chat() as chat, pipe.chat() as other:
+        with chat.listen(speak=True) as listening:
+            listening.hear(sounds[0])
+            listening.add(Message("user", ("See", images[0], "this")))
+            listening.hear(sound(17.5, seed=4))
+            assert listening.read_tokens > 2 * 104 + 6
+            listening.discard()
+            listening.hear(sounds[1])
+            listening.add(Message("user", (images[1], "So?")))
+            heard = listening.ask(seed=3, **HOW)
+        shown = [{"type": "audio", "audio": (x, RATE)} for x in sounds]
+        seen = [{"type": "image", "image": x} for x in pictures]
+        contents = [[shown[0]], ["See", seen[0], "this"], [shown[1]], [seen[1], "So?"]]
+        messages = [{"role": "user", "content": content} for content in contents]
+        whole = other.ask(messages=messages, speak=True, seed=3, **HOW)
+        same(heard, whole)
+        np.testing.assert_allclose(heard.speech, whole.speech, atol=1e-4)
+        found = [[(x.modality, x.tokens, x.label) for x in one.segments] for one in (chat, other)]
+        assert [x[:2] for x in found[0]] == [x[:2] for x in found[1]]
+        assert [x[2] for x in found[0]][1:] == ["recording", "picture", "recording", "picture"]
+
+
+def test_only_images_are_added_whole(pipe) -> None:
+    with pipe.chat() as chat, chat.listen() as listening:
+        whole = MediaPart(Modality.AUDIO, (sound(1.0), RATE), "call")
+        with pytest.raises(InputError, match=r"call: only images .* hear\(\)"):
+            listening.add(Message("user", (whole,)))
 
 
 def test_a_coroutine_asks_and_leaves(pipe) -> None:
