@@ -689,12 +689,15 @@ class Pipeline:
             )
         return ids
 
-    def check_speech(self, speaker: Any, sampling: Sampling | None = None) -> str:
+    def check_speech(
+        self, speaker: Any, sampling: Sampling | None = None, tools: ToolOffer | None = None
+    ) -> str:
         """Check that answers can be spoken, and return the name of the voice in lower case.
 
         Args:
             speaker: name of a voice, in upper or lower case; None for the default.
             sampling: sampling options of the answer.
+            tools: tools that the answer may call.
 
         Raises:
             InputError: if the model has no talker or no such voice, or an option does not allow
@@ -710,6 +713,11 @@ class Pipeline:
             raise InputError("speech: not supported with tensor parallelism (tp_plan); use one GPU")
         if sampling is not None and sampling.stop:
             raise InputError("stop cannot be used with speak=True: leave it out")
+        if tools is not None and not self.family.call_tokens(tools):
+            raise InputError(
+                "tools: the calls of this checkpoint do not begin with a token of their own, so "
+                "they would be spoken: leave out tools, or speak=True"
+            )
         if not talker.speakers:
             raise InputError(
                 "speech: this checkpoint's configuration lists no speakers (speaker_id)"

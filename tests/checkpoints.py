@@ -31,6 +31,7 @@ BUILDERS: dict[str, Callable[..., None]] = {
     "qwen3_vl_thinking": partial(qwen3_vl, thinking=True),
     "qwen3_omni": qwen3_omni,
     "qwen3_omni_talker": partial(qwen3_omni, talker=True),
+    "qwen3_omni_calls_talker": partial(qwen3_omni, talker=True, calls=True),
 }
 
 

@@ -144,6 +144,12 @@ def qwen3_omni_talker_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen3_omni_calls_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-Omni that can speak, whose template has tools."""
+    return built("qwen3_omni_calls_talker", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def oscar(qwen3_vl_folder: Path) -> "Reference":
     """A tiny Qwen3-VL with attention "oscar"; nobody changes it."""
     from tests.prompts import Reference

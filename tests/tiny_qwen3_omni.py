@@ -13,12 +13,15 @@ from transformers import (
 )
 
 from tests.tiny import QWEN_SPECIAL, qwen_tokenizer, save_qwen
+from tests.tool_template import with_tools
 
 OMNI_SPECIAL = (
     *QWEN_SPECIAL,
     *("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
     *("<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"),
 )
+
+_CALL, _UNUSED = "<tool_call>", "<|vision_pad|>"
 
 ROLES = ("system", "user", "assistant")
 """One token each, as in the real tokenizer: the talker looks for them."""
@@ -58,11 +61,15 @@ _DECODER = {
 }
 
 
-def qwen3_omni(folder: Path, *, seed: int, talker: bool = False, **overrides: Any) -> None:
-    """Qwen3-Omni; ``overrides`` go to the thinker's text config."""
+def qwen3_omni(
+    folder: Path, *, seed: int, talker: bool = False, calls: bool = False, **overrides: Any
+) -> None:
+    """Qwen3-Omni; with ``calls``, a template with tools and a token that begins calls;
+    ``overrides`` go to the thinker's text config."""
+    special = [_CALL if calls and token == _UNUSED else token for token in OMNI_SPECIAL]
     tokenizer = qwen_tokenizer(
         520,
-        OMNI_SPECIAL,
+        tuple(special),
         ROLES,
         image_token="<|image_pad|>",
         audio_token="<|audio_pad|>",
@@ -78,7 +85,7 @@ def qwen3_omni(folder: Path, *, seed: int, talker: bool = False, **overrides: An
         video_processor=Qwen2VLVideoProcessor(patch_size=16, merge_size=2, size=size),
         feature_extractor=WhisperFeatureExtractor(feature_size=32, return_attention_mask=True),
         tokenizer=tokenizer,
-        chat_template=TEMPLATE,
+        chat_template=with_tools(TEMPLATE) if calls else TEMPLATE,
     )
     token_id = tokenizer.convert_tokens_to_ids
     placeholders = {

@@ -30,6 +30,11 @@ _TOOLS = """
 {%- else -%}
 """.strip()
 _LOOP, _END = "{%- for message in messages -%}", "{%- endfor -%}\n{%- if add_generation_prompt"
-TOOL_TEMPLATE = QWEN3_VL_TEMPLATE.replace(_LOOP, _TOOLS, 1).replace(
-    _END, "{%- endif -%}\n" + _END, 1
-)
+
+
+def with_tools(template: str) -> str:
+    """The template of a tiny Qwen model, with tools."""
+    return template.replace(_LOOP, _TOOLS, 1).replace(_END, "{%- endif -%}\n" + _END, 1)
+
+
+TOOL_TEMPLATE = with_tools(QWEN3_VL_TEMPLATE)

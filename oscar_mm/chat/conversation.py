@@ -422,8 +422,14 @@ class ChatEngine(Protocol):
         """Reader that decodes the media of turns."""
         ...
 
-    def check_speech(self, speaker: Any, sampling: Sampling | None = None) -> str:
+    def check_speech(
+        self, speaker: Any, sampling: Sampling | None = None, tools: ToolOffer | None = None
+    ) -> str:
         """Check that answers can be spoken, and return the name of the voice."""
+        ...
+
+    def offer(self, tools: Sequence[Any] | None, tool_choice: Any = None) -> ToolOffer | None:
+        """Check tools and return them as an offer; None if no tool may be called."""
         ...
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:

@@ -375,7 +375,7 @@ class TurnRunner:
             with self._calls:
                 pipe.engine.call(self._end_stream)
         sampling = pipe.sampling(pipe.family.with_calls(options, tools), _ARGUMENTS)
-        speaker = self._speaker(speaker, sampling, speak=speak)
+        speaker = self._speaker(speaker, sampling, tools, speak=speak)
         max_new_tokens = 1 if cut_to_fit else sampling.max_new_tokens
         decoding = ExitStack()
         whole: Prompt | None = None
@@ -431,7 +431,12 @@ class TurnRunner:
         return reader.reading(media_of(messages), fits=fits, cancelled=lambda: self._cancelled)
 
     def _speaker(
-        self, speaker: str | None, sampling: Sampling | None = None, *, speak: bool
+        self,
+        speaker: str | None,
+        sampling: Sampling | None = None,
+        tools: ToolOffer | None = None,
+        *,
+        speak: bool,
     ) -> str | None:
         """Return the voice of an answer; None for an answer in text.
 
@@ -439,7 +444,7 @@ class TurnRunner:
             InputError: if the model cannot speak, or not so, or if nothing is to be spoken.
         """
         if speak:
-            return self.pipe.check_speech(speaker, sampling)
+            return self.pipe.check_speech(speaker, sampling, tools)
         if speaker is not None:
             raise InputError("speaker requires speak=True")
         return None

@@ -173,7 +173,7 @@ class AnswerStream:
 
         Text and speech come as they are ready; a word is usually said after it is written.
         """
-        for piece in self._spoken_pieces():
+        for piece in self.spoken_pieces():
             if isinstance(piece, Speech) or type(piece) is str:
                 yield piece
 
@@ -183,11 +183,16 @@ class AnswerStream:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all remaining non-empty pieces, with tool calls as ``ToolCallDelta``."""
-        for piece in self._spoken_pieces():
+        for piece in self.spoken_pieces():
             if not isinstance(piece, Speech):
                 yield piece
 
-    def _spoken_pieces(self) -> Iterator[Piece | Speech]:
+    def async_spoken_pieces(self) -> AsyncPieces[Piece | Speech]:
+        """Return ``spoken_pieces`` as an asynchronous iterator."""
+        return AsyncPieces(self.spoken_pieces(), self._cancel, self._taken)
+
+    def spoken_pieces(self) -> Iterator[Piece | Speech]:
+        """Yield ``pieces``, and the speech as ``Speech``."""
         for piece in self._pieces:
             if isinstance(piece, Answer):
                 self._result = piece

@@ -133,6 +133,13 @@ class ChatFormat:
                 self.refuse_control_tokens(f"tools[{place}]", text)
         return offer
 
+    def call_tokens(self, offer: ToolOffer | None) -> frozenset[int]:
+        """Return the tokens that begin calls, as far as their marks are single tokens."""
+        if offer is None:
+            return frozenset()
+        marks = mark_tokens(self.processor.tokenizer, offer.tool_format)
+        return frozenset(marks[mark] for mark in offer.tool_format.begins if mark in marks)
+
     def with_calls(self, options: Mapping[str, Any], offer: ToolOffer | None) -> Any:
         """Add a grammar for tool calls to sampling options.
 

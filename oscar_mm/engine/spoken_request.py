@@ -11,17 +11,20 @@ import numpy as np
 from oscar_mm.engine.answer import Answer
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.speech import Speech, Talker, Voice
+from oscar_mm.tool_parsers.offer import ToolOffer
 
 
 class SpokenRequest(Request):
     """Request whose pieces also include ``Speech``; it is over when all words are spoken.
+
+    Tool calls are not spoken, nor is what follows them.
 
     Args:
         talker: talker that speaks the answer.
         voice: speech of the answer, made by the talker.
         script: ids of the tokens to speak instead of an answer of the model, which then does
             not run; None to let the model answer.
-        request: arguments of ``Request``.
+        request, tools: arguments of ``Request``.
     """
 
     voice: Voice
@@ -32,9 +35,11 @@ class SpokenRequest(Request):
         talker: Talker,
         voice: Voice,
         script: Sequence[int] | None = None,
+        tools: ToolOffer | None = None,
         **more: Any,
     ) -> None:
-        super().__init__(*request, states=voice.missing_states, **more)
+        super().__init__(*request, states=voice.missing_states, tools=tools, **more)
+        self._call_tokens = self.engine.family.call_tokens(tools)
         self.talker, self.voice, self._spoken = talker, voice, list[np.ndarray]()
         self.script = script
         if script is not None:
@@ -55,7 +60,10 @@ class SpokenRequest(Request):
     def write(self, token: int) -> None:
         """Queue the pieces of a sampled token, and pass it to the voice."""
         super().write(token)
-        self.voice.words.append(token)
+        if token in self._call_tokens:
+            self.voice.is_written = True
+        if not self.voice.is_written:
+            self.voice.words.append(token)
 
     def say(self, samples: np.ndarray) -> None:
         """Queue the next (samples,) of the speech, in the engine thread."""

@@ -12,6 +12,8 @@ from oscar_mm.chat.chat import Chat
 from oscar_mm.pipelines.families.qwen3_omni_talker import OmniVoice, Qwen3OmniTalker
 from tests.pipelines.conftest import exact
 from tests.prompts import noise, tone
+from tests.thinking import ids_of, saying
+from tests.tool_template import with_tools
 
 SEED = 2
 """A seed with which the talker speaks the answers in at least ``FRAMES`` frames."""
@@ -179,3 +181,35 @@ def test_a_model_without_a_talker_refuses(speaking, chat: Chat, monkeypatch) -> 
     monkeypatch.setattr(speaking.family, "talker", None)
     with pytest.raises(InputError, match="no talker"):
         chat.ask("What?", speak=True)
+
+
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
+
+
+def test_calls_are_not_spoken(qwen3_omni_calls_folder) -> None:
+    """The text before a call is, as without the call; and the answer to its result."""
+    pipe = exact(OscarOmniPipeline, qwen3_omni_calls_folder)
+    pipe.model.generation_config.eos_token_id = ids_of(pipe, "<|im_end|>")
+    how: dict[str, Any] = {"max_new_tokens": 99, "speak": True, "seed": SEED}
+    said: list[Any] = []
+    for text in ("I look for it.", "I look for it." + CALL, CALL):
+        with pipe.chat(tools=[FIND]) as chat:
+            with saying(pipe, ids_of(pipe, text)):
+                said.append(chat.ask("What is it?", **how))
+            if text == CALL:
+                result = {"role": "tool", "tool_call_id": said[-1].tool_calls[0].id, "content": "x"}
+                with saying(pipe, ids_of(pipe, "Found.")):
+                    said.append(chat.ask(messages=[result], **how))
+    plain, both, call, found = said
+    assert (both.text, both.finish_reason) == ("I look for it.", "tool_calls")
+    assert len(plain.speech) and np.array_equal(plain.speech, both.speech)
+    assert (len(call.speech), call.finish_reason) == (0, "tool_calls")
+    assert found.text == "Found." and len(found.speech)
+
+
+def test_calls_that_would_be_spoken_are_refused(qwen3_omni_talker_folder) -> None:
+    pipe = exact(OscarOmniPipeline, qwen3_omni_talker_folder)
+    pipe.processor.chat_template = with_tools(pipe.processor.chat_template)
+    with pipe.chat(tools=[FIND]) as chat, pytest.raises(InputError, match=r"tools: .* spoken"):
+        chat.ask("What is it?", speak=True)
