@@ -135,7 +135,7 @@ class UsualOptions:
     """Request-wide media options, which apply to parts without their own options.
 
     Args:
-        body: the body of the request.
+        body: the body of the request; None if it has no such options.
 
     Attributes:
         sound: whether to use the audio tracks of videos too.
@@ -144,8 +144,10 @@ class UsualOptions:
         FieldError: if an option is unknown, or a value is not allowed.
     """
 
-    def __init__(self, body: WithMediaOptions) -> None:
-        given = {k: v for k, v in (body.mm_processor_kwargs or {}).items() if v is not None}
+    def __init__(self, body: WithMediaOptions | None = None) -> None:
+        of_all = {} if body is None else body.mm_processor_kwargs or {}
+        by_kind = {} if body is None else body.media_io_kwargs or {}
+        given = {k: v for k, v in of_all.items() if v is not None}
         self.sound = given.pop(_SOUND, False)
         if not isinstance(self.sound, bool):
             raise FieldError("must be true or false", f"mm_processor_kwargs.{_SOUND}")
@@ -154,7 +156,7 @@ class UsualOptions:
         }
         self._of_all = _known_options(given, (*NAMES, *ALIASES), "mm_processor_kwargs")
         self._by_modality = dict[Modality, MediaOptions]()
-        for kind, options in (body.media_io_kwargs or {}).items():
+        for kind, options in by_kind.items():
             field = f"media_io_kwargs.{kind}"
             if kind not in MEDIA:
                 raise FieldError(f"must be one of {', '.join(MEDIA)}", field)

@@ -588,12 +588,17 @@ _MESSAGES = {
     "too_short": "must not be empty",
     "too_long": "has {actual_length} entries, but at most {max_length} are allowed",
     "string_too_short": "must not be empty",
+    "union_tag_invalid": "must have a type among {expected_tags}",
+    "union_tag_not_found": "must have a type",
     "string_too_long": "has more than the allowed {max_length} characters",
 }
 """Error message for each of pydantic's error types."""
 
 
-_NO_NAMES = ("[key]", "str", "dict[str,any]")
+_NO_NAMES = (
+    *("[key]", "str", "dict[str,any]"),
+    *("message", "function_call", "function_call_output"),
+)
 """Names that pydantic inserts into the location of an error in a dict or a union."""
 
 

@@ -18,10 +18,11 @@ RATE = 24_000
 _MAX_TEXT = 1 << 20
 """Maximum number of characters of a text, as a first bound; the context is the second."""
 _MAX_PARTS = 64
-_MAX_NAME = 64
+_MAX_NAME, _MAX_TOOL_NAME = 64, 128
 Id = Annotated[str, Field(min_length=1, max_length=_MAX_NAME)]
 Text = Annotated[str, Field(max_length=_MAX_TEXT)]
 Modalities = Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=2)]
+ToolChoice = str | dict[str, Any]
 MaxTokens = Annotated[int, Field(ge=1)] | Literal["inf"]
 
 
@@ -89,8 +90,7 @@ class SessionFields(_Fields):
     """Settings of a session, all of which may be missing."""
 
     refused = {
-        "tools": ([],),
-        "tool_choice": ("auto", "none"),
+        "parallel_tool_calls": (True,),
         "prompt": (),
         "include": ([],),
         "tracing": (),
@@ -104,6 +104,8 @@ class SessionFields(_Fields):
     output_modalities: Modalities | None = None
     max_output_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
     audio: Audio | None = None
 
 
@@ -114,8 +116,8 @@ class ResponseFields(_Fields):
         "conversation": ("auto",),
         "input": (),
         "instructions": (),
-        "tools": ([],),
-        "tool_choice": ("auto", "none"),
+        "tools": (),
+        "parallel_tool_calls": (True,),
         "prompt": (),
         "reasoning": (),
     }
@@ -123,27 +125,55 @@ class ResponseFields(_Fields):
     output_modalities: Modalities | None = None
     max_output_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    tool_choice: ToolChoice | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     audio: Audio | None = None
 
 
 class ContentPart(_Fields):
-    """Part of an item."""
+    """Part of a message."""
 
-    refused = {"image_url": ()}
-
-    type: Literal["input_text", "input_audio", "text", "output_text"]
+    type: Literal["input_text", "input_audio", "input_image", "text", "output_text"]
     text: Text | None = None
     audio: str | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The part as items show it: without its sound or image."""
+        return {"type": self.type} | ({} if self.text is None else {"text": self.text})
 
 
-class Item(_Fields):
+class MessageItem(_Fields):
     """Message of a conversation."""
 
     id: Id | None = None
     type: Literal["message"]
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentPart], Field(min_length=1, max_length=_MAX_PARTS)]
+
+
+class CallItem(_Fields):
+    """Tool call of an earlier answer."""
+
+    id: Id | None = None
+    type: Literal["function_call"]
+    call_id: Id
+    name: Annotated[str, Field(max_length=_MAX_TOOL_NAME)]
+    arguments: Text
+
+
+class CallOutputItem(_Fields):
+    """Result of a tool call."""
+
+    id: Id | None = None
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Text
+
+
+Item = Annotated[MessageItem | CallItem | CallOutputItem, Field(discriminator="type")]
 
 
 class ClientEvent(_Fields):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +14,34 @@ import numpy as np
 import soxr
 
 from oscar_mm.apps.serve.field_error import FieldError
-from oscar_mm.apps.serve.realtime_events import RATE, Item, ItemCreate, samples_of
+from oscar_mm.apps.serve.media_parts import (
+    GivenPart,
+    MediaDecoder,
+    MediaSource,
+    MediaURL,
+    UsualOptions,
+)
+from oscar_mm.apps.serve.realtime_events import (
+    RATE,
+    CallItem,
+    CallOutputItem,
+    ContentPart,
+    Item,
+    ItemCreate,
+    MessageItem,
+    samples_of,
+)
 from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.engine.answer import AnswerStream
-from oscar_mm.engine.message import Message
+from oscar_mm.engine.message import Message, Part
 from oscar_mm.errors import InputError
 from oscar_mm.media.resample import MIN_SECONDS
 from oscar_mm.media.resample import RATE as HEARD_RATE
 from oscar_mm.modality import Modality
+from oscar_mm.tool_parsers.calls import ToolCall
+from oscar_mm.tool_parsers.offer import ToolOffer
 
 _MAX_ITEMS = 4096
 
@@ -35,7 +52,9 @@ class Entry:
 
     Attributes:
         item: the item in the API's fields.
-        message: the message of an item of text; None for a recording.
+        message: the message that the next answer is to, or an answer that the client gave; None for
+            a recording, and once it is part of a turn.
+        characters: number of characters of its texts, as the client sent them.
         turn: number of the chat's turn that contains it; None while it is not answered.
         medium: number of its recording in that turn; None if it has none.
         tokens: number of tokens of an answer.
@@ -46,6 +65,7 @@ class Entry:
 
     item: dict[str, Any]
     message: Message | None = None
+    characters: int = 0
     turn: int | None = None
     medium: int | None = None
     tokens: int = 0
@@ -58,6 +78,12 @@ class Entry:
         """The item's id."""
         return self.item["id"]
 
+    @property
+    def held(self) -> int:
+        """Number of characters, and of bytes of images, that the server holds for it."""
+        media = () if self.message is None else self.message.media
+        return self.characters + sum(len(part.source) for part in media)
+
     def said_at_most(self, ms: int) -> int:
         """Return how many tokens the first milliseconds say at most: one in a frame."""
         return math.ceil(self.frames_per_ms * ms)
@@ -69,6 +95,9 @@ class RealtimeItems:
     Args:
         chat: new chat, which ``close`` closes.
         tasks: tasks of the session, which do all that uses the chat, in order.
+        source: limits on images, and where they may be fetched from.
+        max_held: maximum number of characters of all items, with the bytes of images that are not
+            answered.
 
     Attributes:
         chat: the chat.
@@ -79,8 +108,10 @@ class RealtimeItems:
         unanswered: items that the next answer is to.
     """
 
-    def __init__(self, chat: Chat, tasks: RealtimeTasks) -> None:
-        self.chat, self._tasks = chat, tasks
+    def __init__(
+        self, chat: Chat, tasks: RealtimeTasks, source: MediaSource, max_held: int
+    ) -> None:
+        self.chat, self._tasks, self._source, self._max_held = chat, tasks, source, max_held
         family = chat.pipe.family
         self.hears = Modality.AUDIO in family.reads
         self.speaks = family.talker is not None and bool(family.talker.speakers)
@@ -151,38 +182,45 @@ class RealtimeItems:
             raise FieldError("items can only be added at the end: leave it out", "previous_item_id")
         if given.id is not None and given.id in self._entries:
             raise FieldError("is the id of another item", "item.id")
-        samples, message = await self._tasks.in_thread(partial(self._content, given))
-        content = [
-            {"type": part.type, "text": part.text} if part.audio is None else {"type": part.type}
-            for part in given.content
-        ]
-        entry = Entry(message_item(given.id or new_id(), given.role, content), message)
+        samples = message = None
+        if isinstance(given, MessageItem) and (sound := _only_sound(given)) is not None:
+            self.check_hears()
+            samples = await self._tasks.in_thread(partial(_heard, sound))
+        else:
+            message = await self._tasks.in_thread(partial(self._message, given))
+        entry = Entry(_shown(given), message, 0 if message is None else _characters(message))
+        if entry.held + sum(one.held for one in self._entries.values()) > self._max_held:
+            raise FieldError(
+                f"the items of this session have more than {self._max_held:,} characters, and "
+                "bytes of images that are not answered: ask for a response, or begin a new session",
+                "item",
+            )
         await self.add(entry)
-        if samples is None:
-            add = self._add_answer if given.role == "assistant" else self.add_text
+        if message is not None:
+            add = self._add_answer if message.role == "assistant" else self.add_text
             self._tasks.do(partial(add, entry), event)
         return entry, samples
 
-    def _content(self, item: Item) -> tuple[np.ndarray | None, Message | None]:
-        """Return the sound of an item of sound, or the message of an item of text."""
-        sounds = [part for part in item.content if part.type == "input_audio"]
-        if not sounds:
-            texts = tuple(part.text or "" for part in item.content)
-            message = Message(item.role, texts, "item.content")
-            self.chat.pipe.admission.check_message(message)
-            if not message.text.strip():
-                raise FieldError("must not be empty", "item.content")
-            return None, message
-        self.check_hears()
-        if len(item.content) > 1 or item.role != "user":
-            raise FieldError(
-                "audio must be the only part of a user's item: send texts as other items",
-                "item.content",
-            )
-        samples = samples_of(sounds[0].audio or "", "item.content[0].audio")
-        if len(samples) < MIN_SECONDS * RATE:
-            raise FieldError(f"must have at least {MIN_SECONDS:g} s", "item.content[0].audio")
-        return soxr.resample(samples, RATE, HEARD_RATE), None
+    def _message(self, item: Item) -> Message:
+        """Return the message of an item without sound, after checks."""
+        message = self._message_of(item)
+        pipe = self.chat.pipe
+        pipe.admission.check_message(message)
+        if message.is_empty and not message.tool_calls:
+            raise FieldError("must not be empty", "item.content")
+        # An image that cannot be decoded would spoil all later answers.
+        with pipe.media_reader.reading(message.media):
+            return message
+
+    def _message_of(self, item: Item) -> Message:
+        if isinstance(item, CallItem):
+            call = ToolCall(item.call_id, item.name, item.arguments)
+            return Message("assistant", (), "item", (call,))
+        if isinstance(item, CallOutputItem):
+            return Message("tool", (item.output,), "item.output", (), item.call_id)
+        decoder = MediaDecoder(self._source, "", UsualOptions())
+        parts = [_part(part, place, item.role, decoder) for place, part in enumerate(item.content)]
+        return Message(item.role, tuple(parts), "item.content")
 
     # What is done in order.
 
@@ -244,41 +282,49 @@ class RealtimeItems:
             await self._tasks.in_thread(partial(self._listening.add, entry.message))
 
     async def _add_answer(self, entry: Entry) -> None:
-        """Add an answer of the client to the texts that are not answered."""
+        """Add an answer of the client to the messages that are not answered."""
         messages = [one.message for one in self.unanswered if one.message is not None]
         answer, listening = entry.message, self._listening
         if answer is None or not messages or len(messages) < len(self.unanswered):
             self.drop(entry)
-            raise FieldError("an assistant's item must follow texts of the user", "item.role")
+            raise FieldError(
+                "an assistant's item must follow texts or images of the user", "item.role"
+            )
         tell = self._tell_past if listening is None else listening.tell
         await self._tasks.in_thread(partial(tell, answer))
-        self.answered(self.unanswered, entry)
+        self.answered(self.unanswered, [entry])
 
     def _tell_past(self, answer: Message) -> None:
         messages = [one.message for one in self.unanswered if one.message is not None]
         self.chat.tell_all([PastTurn(messages, answer)])
 
-    def stream(self, options: dict[str, Any], *, speak: bool) -> AnswerStream:
+    def stream(
+        self, options: dict[str, Any], tools: ToolOffer | None, *, speak: bool
+    ) -> AnswerStream:
         """Ask what was not answered, in a thread.
 
         Args:
             options: sampling options.
+            tools: the session's tools with the choice of this answer.
             speak: whether the answer is spoken.
         """
         if not self.unanswered:
             raise InputError("there is nothing to answer: create an item first")
         if (listening := self._listening) is not None:
-            return listening.stream(speak=speak, **options)
+            return listening.stream(speak=speak, tools=tools, **options)
         messages = [one.message for one in self.unanswered if one.message is not None]
-        return self.chat.stream(messages=messages, cut_to_fit=True, **options)
+        return self.chat.stream(messages=messages, cut_to_fit=True, tools=tools, **options)
 
-    def answered(self, asked: Sequence[Entry], answer: Entry) -> None:
+    def answered(self, asked: Sequence[Entry], answers: Sequence[Entry]) -> None:
         """Note that the last turn of the chat consists of some items and their answer."""
-        turn, recordings = len(self.chat.turns) - 1, itertools.count()
-        for entry in (*asked, answer):
-            entry.turn = turn
-            if entry.message is None and entry is not answer:
-                entry.medium = next(recordings)
+        media = 0
+        for entry in asked:
+            if entry.message is None:
+                entry.medium, media = media, media + 1
+            else:
+                media += len(entry.message.media)
+        for entry in (*asked, *answers):
+            entry.turn, entry.message = len(self.chat.turns) - 1, None
         self.unanswered = [entry for entry in self.unanswered if entry not in asked]
 
     async def delete(self, item_id: str) -> None:
@@ -302,6 +348,8 @@ class RealtimeItems:
             await self.answering
         if entry.turn != len(self.chat.turns) - 1 or not entry.speech_ms:
             raise FieldError("only the last spoken answer can be truncated", "item_id")
+        if self.chat.turns[-1].tool_calls:
+            raise FieldError("an answer that calls functions cannot be truncated", "item_id")
         if self._listening is not None and self._listening.read_tokens:
             raise FieldError("what follows the answer was read already", "item_id")
         if end_ms > entry.speech_ms:
@@ -327,9 +375,59 @@ class RealtimeItems:
         self.chat.close()
 
 
+def _only_sound(item: MessageItem) -> ContentPart | None:
+    """Return the recording of an item; None if it has none."""
+    sounds = [part for part in item.content if part.type == "input_audio"]
+    if sounds and (len(item.content) > 1 or item.role != "user"):
+        raise FieldError(
+            "audio must be the only part of a user's item: send texts as other items",
+            "item.content",
+        )
+    return sounds[0] if sounds else None
+
+
+def _heard(sound: ContentPart) -> np.ndarray:
+    """Return the samples of a recording at 16 kHz."""
+    samples = samples_of(sound.audio or "", "item.content[0].audio")
+    if len(samples) < MIN_SECONDS * RATE:
+        raise FieldError(f"must have at least {MIN_SECONDS:g} s", "item.content[0].audio")
+    return soxr.resample(samples, RATE, HEARD_RATE)
+
+
+def _part(part: ContentPart, place: int, role: str, decoder: MediaDecoder) -> Part:
+    """Return a text or an image of a message."""
+    if part.type != "input_image":
+        return part.text or ""
+    name = f"item.content[{place}]"
+    if role != "user" or part.image_url is None:
+        raise FieldError("must be an image_url of a user's item", name)
+    url = MediaURL(url=part.image_url, detail=part.detail)
+    medium = decoder.decode(GivenPart(type="image_url", image_url=url), name)
+    assert medium is not None
+    return medium
+
+
+def _characters(message: Message) -> int:
+    return sum(map(len, (*message.texts, *message.labels)))
+
+
+def _shown(item: Item) -> dict[str, Any]:
+    """Return an item of the client in the API's fields."""
+    item_id = item.id or new_id()
+    if isinstance(item, MessageItem):
+        return message_item(item_id, item.role, [part.shown for part in item.content])
+    fields = item.model_dump(include={*type(item).model_fields} - {"id"})
+    return call_item(item_id, "completed") | fields
+
+
 def new_id() -> str:
     """Return an id of an item."""
     return f"item_{uuid4().hex}"
+
+
+def call_item(item_id: str, status: str = "in_progress") -> dict[str, Any]:
+    """Return the item of a call in the API's fields, without the call."""
+    return {"id": item_id, "object": "realtime.item", "type": "function_call", "status": status}
 
 
 def message_item(

@@ -22,15 +22,27 @@ from oscar_mm.apps.serve.realtime_events import (
     ResponseCancel,
     ResponseCreate,
     ResponseFields,
+    ToolChoice,
 )
-from oscar_mm.apps.serve.realtime_items import Entry, RealtimeItems, message_item, new_id
+from oscar_mm.apps.serve.realtime_items import (
+    Entry,
+    RealtimeItems,
+    call_item,
+    message_item,
+    new_id,
+)
 from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
 from oscar_mm.apps.serve.refusals import ClientGone, Refusal, as_refusals
+from oscar_mm.apps.serve.responses_body import function_tool, named_choice
 from oscar_mm.apps.serve.spoken import pcm16
-from oscar_mm.engine.answer import Answer, AnswerStream
+from oscar_mm.chat.conversation import ChatEngine
+from oscar_mm.engine.answer import Answer, AnswerStream, Reasoning
 from oscar_mm.engine.async_pieces import AsyncPieces
 from oscar_mm.engine.speech import Speech
-from oscar_mm.errors import Cancelled, MemoryBusy
+from oscar_mm.errors import Cancelled, InputError, MemoryBusy
+from oscar_mm.tool_parsers.calls import ToolCallDelta
+from oscar_mm.tool_parsers.offer import ToolOffer
+from oscar_mm.tool_parsers.parser import Piece
 
 if TYPE_CHECKING:
     from oscar_mm.apps.serve.service import Service
@@ -43,26 +55,37 @@ class Response:
     Attributes:
         fields: settings of this answer.
         speaks: whether it is spoken.
-        entry: item of the answer.
+        tools: tools that it may call.
+        entry: item of its text and speech.
         cut: future that is done when the answer is to end early.
         done: future that is done after the last event.
         id: id of the response.
         reason: why it is cut.
         asked: items that it answers.
+        output: its items so far: perhaps ``entry``, and its calls.
+        calls: items of its calls, in order.
         text: the text so far.
         samples: number of samples of speech so far.
     """
 
     fields: ResponseFields
     speaks: bool
+    tools: ToolOffer | None
     entry: Entry
     cut: asyncio.Future[None]
     done: asyncio.Future[None]
     id: str = field(default_factory=lambda: f"resp_{uuid4().hex}")
     reason: str = "client_cancelled"
     asked: list[Entry] = field(default_factory=list)
+    output: list[Entry] = field(default_factory=list)
+    calls: list[Entry] = field(default_factory=list)
     text: str = ""
     samples: int = 0
+
+    def place(self, entry: Entry) -> dict[str, Any]:
+        """Return the fields of events about one of its items."""
+        index = self.output.index(entry)
+        return {"response_id": self.id, "item_id": entry.id, "output_index": index}
 
 
 class RealtimeResponses:
@@ -125,8 +148,17 @@ class RealtimeResponses:
         loop = asyncio.get_running_loop()
         entry = Entry(message_item(new_id(), "assistant", [], "in_progress"))
         cut, done = loop.create_future(), loop.create_future()
-        self.active = Response(fields, "audio" in wanted, entry, cut, done)
+        self.active = Response(fields, "audio" in wanted, self._offer(fields), entry, cut, done)
         self._tasks.do(partial(self._answer, self.active), event)
+
+    def _offer(self, fields: ResponseFields) -> ToolOffer | None:
+        """Return the session's tools with the choice of an answer."""
+        tools, choice = self._settings["tools"], self._settings["tool_choice"]
+        if (own := fields.tool_choice) is not None:
+            if own != choice and tools and "none" in (own, choice):
+                raise FieldError('"none" is set by session.update', "response.tool_choice")
+            choice = own
+        return offer_of(self._items.chat.pipe, tools, choice, "response")
 
     def cancel(self, event: ResponseCancel) -> None:
         """End the active answer.
@@ -170,7 +202,7 @@ class RealtimeResponses:
 
     async def _first_piece(
         self, response: Response
-    ) -> tuple[AnswerStream, AsyncPieces[str | Speech], str | Speech | None]:
+    ) -> tuple[AnswerStream, AsyncPieces[Piece | Speech], Piece | Speech | None]:
         """Read the question, and return the stream of the answer with its first piece."""
         deadline = perf_counter() + self._service.limits.memory_wait_s
         places, conversations = self._service.places, self._service.conversations
@@ -179,7 +211,7 @@ class RealtimeResponses:
                 stream = await self._tasks.in_thread(partial(self._stream, response))
                 if response.cut.done():
                     self._items.chat.stop()
-                pieces = stream.async_with_speech()
+                pieces = stream.async_spoken_pieces()
                 return stream, pieces, await anext(pieces, None)
             except Cancelled:
                 raise ClientGone from None
@@ -198,7 +230,7 @@ class RealtimeResponses:
         if temperature is not None:
             options["temperature"] = temperature
         self._service.bound_answer(options)
-        return self._items.stream(options, speak=response.speaks)
+        return self._items.stream(options, response.tools, speak=response.speaks)
 
     def _longest(self, response: Response) -> int | str:
         return response.fields.max_output_tokens or self._settings["max_output_tokens"]
@@ -208,14 +240,13 @@ class RealtimeResponses:
         response: Response,
         slot: Slot,
         stream: AnswerStream,
-        pieces: AsyncPieces[str | Speech],
-        first: str | Speech | None,
+        pieces: AsyncPieces[Piece | Speech],
+        first: Piece | Speech | None,
         times: AnswerTimes,
     ) -> None:
         """Send the pieces of an answer, then its last events."""
         try:
             with as_refusals():
-                await self._open_item(response)
                 if first is not None:
                     await self._send_piece(response, first, times)
                 async for piece in pieces:
@@ -231,21 +262,32 @@ class RealtimeResponses:
         self._service.metrics.running.dec()
         self._service.places.release(slot)
 
-    async def _open_item(self, response: Response) -> None:
-        item = response.entry.item
+    async def _open(self, response: Response, entry: Entry) -> None:
+        """Begin an item of an answer."""
+        response.output.append(entry)
+        place = {"response_id": response.id, "output_index": len(response.output) - 1}
+        await self._tasks.tell("response.output_item.added", item=entry.item, **place)
+        await self._items.add(entry, done=False)
+
+    async def _open_message(self, response: Response) -> None:
+        """Begin the item of text and speech, unless it has begun."""
+        if response.entry in response.output:
+            return
+        await self._open(response, response.entry)
         kind = "audio" if response.speaks else "text"
         part = {"type": kind, "transcript" if response.speaks else "text": ""}
-        place = {"response_id": response.id, "output_index": 0}
-        await self._tasks.tell("response.output_item.added", item=item, **place)
-        await self._items.add(response.entry, done=False)
-        where = place | {"item_id": item["id"], "content_index": 0}
-        await self._tasks.tell("response.content_part.added", part=part, **where)
+        await self._tell_part(response, "response.content_part.added", part=part)
 
     async def _send_piece(
-        self, response: Response, piece: str | Speech, times: AnswerTimes
+        self, response: Response, piece: Piece | Speech, times: AnswerTimes
     ) -> None:
-        if response.cut.done():
+        if response.cut.done() or isinstance(piece, Reasoning):
             return
+        if isinstance(piece, ToolCallDelta):
+            times.note()
+            await self._send_call(response, piece)
+            return
+        await self._open_message(response)
         if isinstance(piece, Speech):
             response.samples += len(piece.samples)
             delta = base64.b64encode(pcm16(piece.samples)).decode()
@@ -256,16 +298,29 @@ class RealtimeResponses:
         kind = "audio_transcript" if response.speaks else "text"
         await self._tell_part(response, f"response.output_{kind}.delta", delta=piece)
 
+    async def _send_call(self, response: Response, piece: ToolCallDelta) -> None:
+        if piece.id is not None:
+            call = {"call_id": piece.id, "name": piece.name, "arguments": ""}
+            response.calls.append(Entry(call_item(new_id()) | call))
+            await self._open(response, response.calls[-1])
+        entry = response.calls[piece.index]
+        if piece.arguments:
+            kind, call_id = "response.function_call_arguments.delta", entry.item["call_id"]
+            about = response.place(entry) | {"call_id": call_id, "delta": piece.arguments}
+            await self._tasks.tell(kind, **about)
+
     async def _tell_part(self, response: Response, kind: str, **fields: Any) -> None:
-        place = {"item_id": response.entry.id, "output_index": 0, "content_index": 0}
-        await self._tasks.tell(kind, response_id=response.id, **place, **fields)
+        place = response.place(response.entry)
+        await self._tasks.tell(kind, **place, content_index=0, **fields)
 
     async def _finish(
         self, response: Response, slot: Slot, answer: Answer, times: AnswerTimes
     ) -> None:
         """Send the last events of an answer that is a turn of the chat now."""
         entry, turn = response.entry, self._items.chat.turns[-1]
-        self._items.answered(response.asked, entry)
+        if not response.output:
+            await self._open_message(response)
+        self._items.answered(response.asked, response.output)
         entry.tokens = len(answer.token_ids)
         entry.speech_ms = response.samples * 1000 // RATE
         if answer.speech is not None and len(answer.speech):
@@ -275,13 +330,22 @@ class RealtimeResponses:
         completed = CompletedAnswer(answer, turn.start, turn.start + answer.prompt_tokens)
         slot.cost = token_cost(answer.prompt_tokens, completed.tokens)
         times.end(completed)
-        status = "completed" if answer.finish_reason == "stop" else "incomplete"
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
         status = "cancelled" if was_cut else status
+        for one in response.output:
+            one.item["status"] = "completed" if status == "completed" else "incomplete"
+        if entry in response.output:
+            await self._finish_message(response)
+        for one, call in zip(response.calls, answer.tool_calls, strict=False):
+            await self._finish_call(response, one, call.arguments)
+        await self._end(response, status, usage=_usage(completed))
+
+    async def _finish_message(self, response: Response) -> None:
+        entry = response.entry
         text = {"transcript" if response.speaks else "text": response.text}
         kind = "output_audio" if response.speaks else "output_text"
         entry.item["content"] = [{"type": kind, **text}]
-        entry.item["status"] = "completed" if status == "completed" else "incomplete"
-        if was_cut and response.speaks:
+        if response.cut.done() and response.speaks:
             # What was not sent was not heard.
             await self._items.shorten(entry, entry.said_at_most(entry.speech_ms))
         if response.speaks:
@@ -291,10 +355,20 @@ class RealtimeResponses:
             await self._tell_part(response, "response.output_text.done", **text)
         part = {"type": "audio" if response.speaks else "text", **text}
         await self._tell_part(response, "response.content_part.done", part=part)
-        place = {"response_id": response.id, "output_index": 0}
+        await self._close_item(response, entry)
+
+    async def _finish_call(self, response: Response, entry: Entry, arguments: str) -> None:
+        entry.item["arguments"] = arguments
+        call = {name: entry.item[name] for name in ("call_id", "name", "arguments")}
+        kind = "response.function_call_arguments.done"
+        await self._tasks.tell(kind, **response.place(entry), **call)
+        await self._close_item(response, entry)
+
+    async def _close_item(self, response: Response, entry: Entry) -> None:
+        """Send the last events of an item."""
+        place = {"response_id": response.id, "output_index": response.output.index(entry)}
         await self._tasks.tell("response.output_item.done", item=entry.item, **place)
         await self._tasks.tell("conversation.item.done", item=entry.item, previous_item_id=None)
-        await self._end(response, status, usage=_usage(completed))
 
     async def _fail(self, response: Response, error: BaseException) -> None:
         """Send the last event of an answer without text."""
@@ -304,7 +378,8 @@ class RealtimeResponses:
         refusal = error if isinstance(error, Refusal) else Refusal(500, "the answer failed")
         self._tasks.count(refusal)
         about = {"type": refusal.kind, "code": refusal.code, "message": str(refusal)}
-        self._items.drop(response.entry)
+        for entry in response.output:
+            self._items.drop(entry)
         await self._end(response, "failed", error=about)
 
     async def _end(
@@ -326,14 +401,13 @@ class RealtimeResponses:
         await self._tasks.tell("response.done", response=fields)
 
     def _fields(self, response: Response, status: str) -> dict[str, Any]:
-        entry = response.entry
         return {
             "id": response.id,
             "object": "realtime.response",
             "status": status,
             "status_details": None,
             "conversation_id": self._settings["id"].replace("sess_", "conv_", 1),
-            "output": [entry.item] if entry.turn is not None else [],
+            "output": [one.item for one in response.output if one.turn is not None],
             "output_modalities": ["audio"] if response.speaks else ["text"],
             "max_output_tokens": self._longest(response),
             "metadata": response.fields.metadata,
@@ -342,18 +416,38 @@ class RealtimeResponses:
         }
 
 
+def offer_of(
+    pipe: ChatEngine, tools: Sequence[dict[str, Any]], choice: ToolChoice, place: str
+) -> ToolOffer | None:
+    """Return the tools of a session with a tool choice; None if none may be called.
+
+    Args:
+        pipe: pipeline that answers.
+        tools, choice: as in the API.
+        place: "session" or "response", for errors.
+
+    Raises:
+        FieldError: if they are not supported.
+    """
+    functions = [function_tool(tool, f"session.tools[{at}]") for at, tool in enumerate(tools)]
+    try:
+        return pipe.offer(functions, named_choice(choice))
+    except InputError as error:
+        raise FieldError(str(error), place) from None
+
+
 def _usage(completed: CompletedAnswer) -> dict[str, Any]:
     answer, read = completed.answer, completed.prompt_tokens
-    heard = answer.memory.tokens["audio"]
+    heard, seen = answer.memory.tokens["audio"], answer.memory.tokens["image"]
     spoken = answer.speech_tokens
     return {
         "total_tokens": read + completed.tokens,
         "input_tokens": read,
         "output_tokens": completed.tokens,
         "input_token_details": {
-            "text_tokens": max(0, read - heard),
+            "text_tokens": max(0, read - heard - seen),
             "audio_tokens": heard,
-            "image_tokens": 0,
+            "image_tokens": seen,
             "cached_tokens": completed.cached_tokens,
         },
         "output_token_details": {

@@ -38,13 +38,14 @@ from oscar_mm.apps.serve.realtime_events import (
     read_event,
 )
 from oscar_mm.apps.serve.realtime_items import RealtimeItems
-from oscar_mm.apps.serve.realtime_responses import RealtimeResponses, Response
+from oscar_mm.apps.serve.realtime_responses import RealtimeResponses, Response, offer_of
 from oscar_mm.apps.serve.realtime_sound import RealtimeSound
 from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
 from oscar_mm.apps.serve.refusals import Refusal, as_refusals
 from oscar_mm.apps.serve.spoken import checked_speaker
 from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import InputError
+from oscar_mm.tool_parsers.offer import ToolOffer
 
 if TYPE_CHECKING:
     from oscar_mm.apps.serve.service import Service
@@ -76,7 +77,8 @@ class RealtimeSession:
         self._service, self._pipe = service, service.conversations.pipe
         chat.client = client
         self._tasks = RealtimeTasks(service.metrics, send, threads)
-        self._items = RealtimeItems(chat, self._tasks)
+        held = service.limits.max_request_bytes
+        self._items = RealtimeItems(chat, self._tasks, service.media_source, held)
         self._settings = self._first_settings(service.answering(model))
         parts = self._tasks, self._items
         self._responses = RealtimeResponses(service, client, *parts, self._settings)
@@ -96,7 +98,7 @@ class RealtimeSession:
             "instructions": "",
             "max_output_tokens": "inf",
             "tools": [],
-            "tool_choice": "none",
+            "tool_choice": "auto",
             "truncation": "disabled",
             "expires_at": int(time() + self._service.limits.realtime_s),
             "audio": {
@@ -179,15 +181,34 @@ class RealtimeSession:
             output["voice"] = checked_speaker(self._pipe, voice, **names)
         if new["audio"]["input"]["turn_detection"] is not None:
             self._items.check_hears()
+        offer = await self._tasks.in_thread(partial(self._offer, new))
         if (text := given.instructions) and text != self._settings["instructions"]:
             await self._tasks.in_thread(partial(self._pipe.check_text, "instructions", text))
         detection, said = self._detection, self._settings["instructions"]
         self._settings.update(new)
+        if not self._is_begun:
+            self._items.chat.tools = offer
         if self._detection != detection:
             self._sound.detect(self._detection)
         if new["instructions"] != said or voice is not None:
             instruct = self._items.instruct
             self._tasks.do(partial(instruct, new["instructions"], output.get("voice")))
+
+    def _offer(self, new: dict[str, Any]) -> ToolOffer | None:
+        """Return the tools of new settings; once something was said, they must be the old ones."""
+        tools, choice, old = new["tools"], new["tool_choice"], self._settings
+        is_none, was_none = choice == "none", old["tool_choice"] == "none"
+        if self._is_begun and (tools != old["tools"] or (tools and is_none != was_none)):
+            raise FieldError(
+                "can only change before the conversation begins: begin a new session",
+                "session.tools",
+            )
+        return offer_of(self._pipe, tools, choice, "session")
+
+    @property
+    def _is_begun(self) -> bool:
+        """Whether the model may have read something."""
+        return self._items.last_id is not None or self._sound.uncommitted > 0
 
     def _speech_began(self) -> None:
         if self._detection is not None and self._detection["interrupt_response"]:
@@ -218,7 +239,7 @@ class RealtimeSession:
 
     def _begin_truncating(self, event: ItemTruncate) -> None:
         entry = self._items.find(event.item_id)
-        if entry.item["role"] != "assistant":
+        if entry.item.get("role") != "assistant":
             raise FieldError("only items of the assistant can be truncated", "item_id")
         active = self._responses.active
         if active is not None and active.entry is entry:

@@ -113,9 +113,11 @@ class ResponsesBody(BaseModel):
         if self.max_output_tokens is not None:
             body["max_completion_tokens"] = self.max_output_tokens
         if self.tools:
-            body["tools"] = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
+            body["tools"] = [
+                function_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)
+            ]
         if self.tool_choice is not None:
-            body["tool_choice"] = _tool_choice(self.tool_choice)
+            body["tool_choice"] = named_choice(self.tool_choice)
         if self.reasoning is not None and self.reasoning.effort is not None:
             body["reasoning_effort"] = self.reasoning.effort
         if self.has_logprobs:
@@ -264,14 +266,24 @@ def _call(item: dict[str, Any], name: str) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": function}
 
 
-def _tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
+def function_tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
+    """Convert a tool to one of the chat-completions API.
+
+    Args:
+        tool: the tool.
+        name: name of the tool, for the error message.
+
+    Raises:
+        FieldError: if it is not a function.
+    """
     if tool.get("type") != "function":
         raise FieldError("only tools of type 'function' are supported: leave this tool out", name)
     function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: str | dict[str, Any]) -> Any:
+def named_choice(choice: str | dict[str, Any]) -> Any:
+    """Convert a tool choice to one of the chat-completions API."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

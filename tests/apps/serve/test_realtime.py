@@ -24,9 +24,12 @@ from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.speech import Speech
-from tests.apps.serve.conftest import started
+from oscar_mm.media.part import MediaPart
+from oscar_mm.modality import Modality
+from tests.apps.serve.conftest import png, started
 from tests.pipelines.conftest import NEVER, exact
 from tests.prompts import tone
+from tests.thinking import ids_of, saying
 
 websockets = pytest.importorskip("websockets", reason="the client needs websockets")
 pytest.importorskip("webrtcvad", reason="turn detection needs webrtcvad-wheels")
@@ -333,6 +336,143 @@ def test_a_past_is_told_and_recordings_are_forgotten(address: str) -> None:
     talked(address, talk, max_output_tokens=3, output_modalities=["text"])
 
 
+def test_images_are_seen_between_sounds(address: str, pipe) -> None:
+    """As a chat sees them, in text; and images that are not answered are bounded."""
+    picture = png()
+    texts: list[str] = []
+
+    async def talk(one: Talk) -> None:
+        await one.say(sound(9.7), size=5000)
+        await one.connection.input_audio_buffer.commit()
+        await show(one, picture, "Look:")
+        await one.say(sound(1.3, seed=1), size=5000)
+        await one.connection.input_audio_buffer.commit()
+        await one.connection.response.create()
+        done = await one.until("response.done")
+        texts.append(done.response.output[0].content[0].text)
+        details = done.response.usage.input_token_details
+        assert (details.image_tokens, details.audio_tokens) == (6, 9 * 13 + 9 + 13 + 4)
+        [shown] = [x.item for x in one.seen if x.type == "conversation.item.done"][1:2]
+        assert [part.type for part in shown.content] == ["input_text", "input_image"]
+        recordings = [x.item_id for x in one.seen if x.type == "input_audio_buffer.committed"]
+        await one.connection.conversation.item.delete(item_id=recordings[1])
+        await one.until("conversation.item.deleted")
+        await ask(one, "And?")
+        details = (await one.until("response.done")).response.usage.input_token_details
+        assert (details.image_tokens, details.audio_tokens) == (6, 9 * 13 + 9)
+
+    talked(address, talk, output_modalities=["text"], max_output_tokens=6)
+    with pipe.chat() as chat, chat.listen(RATE) as listening:
+        for number, seconds in enumerate((9.7, 1.3)):
+            heard = (sound(seconds, seed=number) * 32767).astype("<i2").astype(np.float32) / 32768
+            listening.hear(heard)
+            if number == 0:
+                part = MediaPart(Modality.IMAGE, picture, "picture")
+                listening.add(Message("user", ("Look:", part)))
+        assert listening.ask(max_new_tokens=6).text == texts[0]
+
+
+async def show(one: Talk, picture: bytes, text: str) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    parts = [{"type": "input_text", "text": text}, {"type": "input_image", "image_url": url}]
+    item = {"type": "message", "role": "user", "content": parts}
+    await one.connection.conversation.item.create(item=item)
+
+
+def test_images_that_are_not_answered_are_bounded(pipe) -> None:
+    picture = png()
+    limits = ServerLimits(api_key=KEY, max_new_tokens=2, max_request_bytes=2 * len(picture))
+
+    async def talk(one: Talk) -> None:
+        for _ in range(2):
+            await show(one, picture, "")
+            await one.connection.response.create()
+            await one.until("response.done")
+        await show(one, picture, "")
+        await show(one, picture, "Two")
+        assert "ask for a response" in (await one.until("error")).error.message
+
+    with started(create_app(pipe, "tiny", limits)) as (_, address):
+        talked(address, talk, output_modalities=["text"])
+
+
+FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "find", "arguments": {"n": %d}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def calling(qwen3_omni_calls_folder: Path) -> Iterator[tuple[Any, str]]:
+    pipe = exact(OscarOmniPipeline, qwen3_omni_calls_folder)
+    pipe.model.generation_config.eos_token_id = ids_of(pipe, "<|im_end|>")
+    assert pipe.family.talker is not None
+    pipe.family.talker.max_frames = 12
+    with started(create_app(pipe, "tiny", ServerLimits(api_key=KEY))) as (_, address):
+        yield pipe, address
+
+
+@pytest.mark.parametrize("modality", ["text", "audio"])
+def test_functions_are_called_and_their_results_are_read(calling, modality: str) -> None:
+    pipe, address = calling
+    said = ids_of(pipe, "I look." + CALL % 1 + "\n" + CALL % 2)
+
+    async def talk(one: Talk) -> None:
+        with saying(pipe, said):
+            await ask(one, "What is it?")
+            done = (await one.until("response.done")).response
+        assert done.status == "completed"
+        spoken, *calls = done.output
+        assert (spoken.content[0].text or spoken.content[0].transcript) == "I look."
+        assert [json.loads(call.arguments) for call in calls] == [{"n": 1}, {"n": 2}]
+        for index, call in enumerate(calls, 1):
+            about = [x for x in one.seen if getattr(x, "item_id", None) == call.id]
+            assert {x.output_index for x in about} == {index} and call.status == "completed"
+            assert "".join(x.delta for x in about[:-1]) == about[-1].arguments == call.arguments
+            assert {x.call_id for x in about} == {call.call_id} and about[-1].name == "find"
+            output = {"type": "function_call_output", "call_id": call.call_id, "output": "a tree"}
+            await one.connection.conversation.item.create(item=output)
+        with saying(pipe, ids_of(pipe, "A tree.")):
+            await one.connection.response.create()
+            answer = (await one.until("response.done")).response
+        assert answer.usage.input_token_details.cached_tokens > done.usage.input_tokens
+        assert (answer.usage.output_token_details.audio_tokens > 0) == (modality == "audio")
+        if modality == "audio":
+            end = {"item_id": spoken.id, "content_index": 0, "audio_end_ms": 0}
+            await one.connection.conversation.item.truncate(**end)
+            assert "last spoken answer" in (await one.until("error")).error.message
+
+    talked(address, talk, tools=[FIND], output_modalities=[modality])
+
+
+def test_calls_may_be_required_and_tools_stay(calling) -> None:
+    """A model with random weights would not call by itself."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+
+    async def talk(one: Talk) -> None:
+        earlier = {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"}
+        await one.connection.conversation.item.create(item=earlier)
+        assert "must follow texts" in (await one.until("error")).error.message
+        item = {"type": "message", "role": "user"}
+        item["content"] = [{"type": "input_text", "text": "What is it?"}]
+        await one.connection.conversation.item.create(item=item)
+        choice = {"type": "function", "name": "find"}
+        await one.connection.response.create(response={"tool_choice": choice})
+        [call] = (await one.until("response.done")).response.output
+        assert call.type == "function_call" and json.loads(call.arguments)["n"] in (1, 2)
+        await one.connection.response.create(response={"tool_choice": "none"})
+        assert "session.update" in (await one.until("error")).error.message
+        await one.connection.session.update(session={"type": "realtime", "tools": []})
+        assert "before the conversation begins" in (await one.until("error")).error.message
+        output = {"type": "function_call_output", "call_id": "c", "output": "a tree"}
+        for told in (item, earlier, output):
+            await one.connection.conversation.item.create(item=told)
+        with saying(calling[0], ids_of(calling[0], "Yes.")):
+            await one.connection.response.create()
+            assert (await one.until("response.done")).response.output[0].content[0].text == "Yes."
+
+    tools = [FIND | {"parameters": schema}]
+    talked(calling[1], talk, tools=tools, output_modalities=["text"])
+
+
 FAULTS: list[tuple[str | bytes, str]] = [
     ("{", "not valid JSON"),
     ("", "not valid JSON"),
@@ -348,6 +488,7 @@ FAULTS: list[tuple[str | bytes, str]] = [
     ('{"type": "response.cancel"}', "no such active response"),
     ('{"type": "response.create", "response": {"input": []}}', "input"),
     ('{"type": "response.create", "response": {"tools": [{}]}}', "tools"),
+    ('{"type": "response.create", "response": {"tool_choice": "must"}}', "tool_choice"),
     ('{"type": "conversation.item.delete", "item_id": "x"}', "not the id of an item"),
     (
         '{"type": "conversation.item.truncate", "item_id": "x", "audio_end_ms": -1}',
@@ -360,9 +501,31 @@ FAULTS: list[tuple[str | bytes, str]] = [
     ),
     (
         '{"type": "conversation.item.create", "item": {"type": "function_call_output"}}',
-        "must be 'message'",
+        "item.call_id: is missing",
     ),
-    ('{"type": "session.update", "session": {"type": "realtime", "tools": [{}]}}', "tools"),
+    (
+        '{"type": "conversation.item.create", "item": {"type": "mcp_call"}}',
+        "item: must have a type among 'message', 'function_call'",
+    ),
+    ('{"type": "session.update", "session": {"tools": [{}]}}', "session.tools[0]: only tools of"),
+    (
+        '{"type": "session.update", "session": {"tools": [{"type": "function", "name": "find"}]}}',
+        "does not support tools",
+    ),
+    *(
+        (
+            '{"type": "conversation.item.create", "item": {"type": "message", "role": "%s", '
+            '"content": [{"type": "input_image", "image_url": %s}]}}' % (role, url),
+            message,
+        )
+        for role, url, message in (
+            ("user", "null", "must be an image_url"),
+            ("system", '"data:image/png;base64,AAAA"', "must be an image_url of a user's item"),
+            ("user", '"https://127.0.0.1/a.png"', "must be a data URI"),
+            ("user", '"file:///etc/passwd"', "must be a data URI"),
+            ("user", '"data:image/png;base64,AAAA"', "item.content[0]: is not an image"),
+        )
+    ),
     (
         '{"type": "session.update", "session": {"type": "realtime", "audio": {"input": '
         '{"transcription": {"model": "whisper-1"}}}}}',
@@ -526,7 +689,7 @@ def test_what_is_said_during_an_answer_is_asked_after_it(
 
     async def talk(one: Talk) -> None:
         await ask(one, "What is it?")
-        await one.until("response.content_part.added")
+        await one.until("response.created")
         await one.say(sound(1.0))
         await one.connection.input_audio_buffer.commit()
         await one.connection.response.create()
