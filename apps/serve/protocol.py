@@ -350,6 +350,7 @@ class ApiRequest:
         adapter: name of the adapter that answers, or None.
         spoken: voice and audio format of the answer; None for an answer in text.
         script: text to read aloud instead of an answer of the model; or None.
+        keeps: whether later requests may continue the conversation.
     """
 
     model: str | None
@@ -369,6 +370,7 @@ class ApiRequest:
     adapter: str | None = None
     spoken: SpokenFormat | None = None
     script: str | None = None
+    keeps: bool = True
 
     @property
     def count(self) -> int:
@@ -379,7 +381,7 @@ class ApiRequest:
     def is_whole(self) -> bool:
         """Whether to process the full prompt rather than continue a stored conversation."""
         asks = "prompt_logprobs" in self.sampling or self.spoken is not None
-        return self.raw is not None or asks or self.template.is_special
+        return not self.keeps or self.raw is not None or asks or self.template.is_special
 
     def messages(self) -> Iterator[Message]:
         """Yield all messages in order."""

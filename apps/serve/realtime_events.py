@@ -61,12 +61,23 @@ class TurnDetection(_Fields):
     interrupt_response: bool = True
 
 
+class AudioTranscription(_Fields):
+    """How the model transcribes recordings, see ``TranscriptionBody``."""
+
+    refused = {"languages": ([],), "keywords": ([],), "delay": ()}
+
+    model: str | None = None
+    language: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
+    prompt: Text | None = None
+
+
 class AudioInput(_Fields):
     """What the client sends."""
 
-    refused = {"transcription": (), "noise_reduction": ()}
+    refused = {"noise_reduction": ()}
 
     format: AudioFormat | None = None
+    transcription: AudioTranscription | None = None
     turn_detection: TurnDetection | None = None
 
 
@@ -304,15 +315,15 @@ def samples_of(audio: str, field: str) -> np.ndarray:
 def merged(old: dict[str, Any], new: BaseModel) -> dict[str, Any]:
     """Return settings with those that an object sets; objects within are merged too.
 
-    Null is a value only of ``turn_detection``; elsewhere it changes nothing.
+    Null is a value only of ``turn_detection`` and ``transcription``; elsewhere it changes nothing.
     """
     found = copy.copy(old)
     for name in new.model_fields_set & type(new).model_fields.keys():
         value = getattr(new, name)
-        if isinstance(value, TurnDetection):
+        if isinstance(value, TurnDetection | AudioTranscription):
             found[name] = value.model_dump(include={*type(value).model_fields})
         elif isinstance(value, BaseModel):
             found[name] = merged(found.get(name) or {}, value)
-        elif value is not None or name == "turn_detection":
+        elif value is not None or name in ("turn_detection", "transcription"):
             found[name] = value
     return found

@@ -41,6 +41,7 @@ from oscar_mm.apps.serve.realtime_items import RealtimeItems
 from oscar_mm.apps.serve.realtime_responses import RealtimeResponses, Response, offer_of
 from oscar_mm.apps.serve.realtime_sound import RealtimeSound
 from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
+from oscar_mm.apps.serve.realtime_transcriber import RealtimeTranscriber
 from oscar_mm.apps.serve.refusals import Refusal, as_refusals
 from oscar_mm.apps.serve.spoken import checked_speaker
 from oscar_mm.chat.chat import Chat
@@ -82,7 +83,9 @@ class RealtimeSession:
         self._settings = self._first_settings(service.answering(model))
         parts = self._tasks, self._items
         self._responses = RealtimeResponses(service, client, *parts, self._settings)
-        self._sound = RealtimeSound(*parts, self._speech_began, self._speech_ended)
+        self._transcriber = RealtimeTranscriber(service, client, self._tasks)
+        heard = self._speech_began, self._speech_ended
+        self._sound = RealtimeSound(*parts, self._transcriber, *heard)
         self._sound.detect(self._detection)
 
     def _first_settings(self, model: str) -> dict[str, Any]:
@@ -179,8 +182,10 @@ class RealtimeSession:
         if voice is not None:
             names = {"field": "session.audio.output.voice", "asks": "session.output_modalities"}
             output["voice"] = checked_speaker(self._pipe, voice, **names)
-        if new["audio"]["input"]["turn_detection"] is not None:
+        sound = new["audio"]["input"]
+        if sound["turn_detection"] is not None or sound["transcription"] is not None:
             self._items.check_hears()
+        self._transcriber.check(sound["transcription"])
         offer = await self._tasks.in_thread(partial(self._offer, new))
         if (text := given.instructions) and text != self._settings["instructions"]:
             await self._tasks.in_thread(partial(self._pipe.check_text, "instructions", text))
@@ -188,6 +193,7 @@ class RealtimeSession:
         self._settings.update(new)
         if not self._is_begun:
             self._items.chat.tools = offer
+        self._transcriber.use(sound["transcription"])
         if self._detection != detection:
             self._sound.detect(self._detection)
         if new["instructions"] != said or voice is not None:

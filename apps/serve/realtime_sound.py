@@ -13,6 +13,7 @@ import soxr
 from oscar_mm.apps.serve.realtime_events import RATE, AudioAppend, ItemCreate, samples_of
 from oscar_mm.apps.serve.realtime_items import Entry, RealtimeItems, message_item, new_id
 from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
+from oscar_mm.apps.serve.realtime_transcriber import RealtimeTranscriber
 from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.turn_detection import Began, Ended, SpeechDetector
 from oscar_mm.media.resample import MIN_SECONDS
@@ -28,6 +29,7 @@ class RealtimeSound:
     Args:
         tasks: tasks of the session.
         items: items, which the recordings become.
+        transcriber: transcribes the recordings.
         began: function called when the user begins to speak.
         ended: function called when the server has found the end of what the user says, after it
             became an item.
@@ -40,10 +42,12 @@ class RealtimeSound:
         self,
         tasks: RealtimeTasks,
         items: RealtimeItems,
+        transcriber: RealtimeTranscriber,
         began: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:
-        self._tasks, self._items, self._began, self._ended = tasks, items, began, ended
+        self._tasks, self._items, self._transcriber = tasks, items, transcriber
+        self._began, self._ended = began, ended
         self._waiting = 0
         """Samples that wait to be read."""
         self._drained = asyncio.Event()
@@ -106,6 +110,7 @@ class RealtimeSound:
         """Have samples read that belong to the current recording."""
         if len(samples):
             self.uncommitted += len(samples)
+            self._transcriber.hear(samples)
             self._hear(samples)
 
     def _hear(self, samples: np.ndarray, event: ItemCreate | None = None) -> None:
@@ -146,11 +151,13 @@ class RealtimeSound:
         self._id, self.uncommitted = new_id(), 0
         await self._items.add(entry)
         self._tasks.do(partial(self._items.end_recording, entry))
+        self._transcriber.transcribe(entry)
 
     def clear(self) -> None:
         """Forget the current recording."""
         self._resampler, self.uncommitted = _resampler(), 0
         self.detect(self._detection)
+        self._transcriber.forget()
         self._tasks.do(self._items.discard)
 
     async def _tell(self, kind: str, **fields: Any) -> None:

@@ -504,6 +504,14 @@ class Service:
         self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
     ) -> tuple[list[ApiRequest], AnswerFormat]:
         asked, written = read(data)
+        return self.requests_of(asked), written
+
+    def requests_of(self, asked: Asked) -> list[ApiRequest]:
+        """Validate a parsed request, and bound its answers.
+
+        Raises:
+            InputError: if it is invalid; see ``as_refusals``.
+        """
         requests = asked if isinstance(asked, list) else [self._chat_request(asked)]
         if (name := requests[0].model) in self.conversations.pipe.adapters:
             requests = [replace(request, adapter=name) for request in requests]
@@ -513,7 +521,7 @@ class Service:
                 raise FieldError(f"must be at most {self.limits.running} on this server", "n")
             # Compiling a grammar takes long, so it is done once the request has its slot.
             self.conversations.pipe.sampling(request.sampling | {"grammar": None}, ())
-        return requests, written
+        return requests
 
     def _chat_request(self, body: Body) -> ApiRequest:
         """Decode and validate a conversation."""

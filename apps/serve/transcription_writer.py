@@ -27,7 +27,7 @@ class TranscriptionWriter:
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any] | str:
         """Return the body of a response that is not streamed: JSON, or plain text."""
         text = choices[0].completed.answer.text
-        return text if self._plain else {"text": text, "usage": _usage(usage)}
+        return text if self._plain else {"text": text, "usage": audio_usage(usage)}
 
     def begin(self, _: int) -> Iterator[str]:
         """Yield nothing: the stream begins with the first piece."""
@@ -41,7 +41,7 @@ class TranscriptionWriter:
     def end(self, _: int, choice: Choice) -> Iterator[str]:
         """Yield the event after the last piece, which contains the full text."""
         completed = choice.completed
-        usage = _usage(completed.usage)
+        usage = audio_usage(completed.usage)
         yield _event("transcript.text.done", text=completed.answer.text, usage=usage)
 
     def close(self, _: Mapping[str, Any]) -> Iterator[str]:
@@ -57,7 +57,8 @@ class TranscriptionWriter:
         return iter(())
 
 
-def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+def audio_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the usage of a chat completion to that of a transcription."""
     heard = usage["prompt_tokens_details"]["audio_tokens"]
     return {
         "type": "tokens",

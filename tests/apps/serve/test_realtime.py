@@ -22,6 +22,7 @@ from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.serve.realtime_responses import RealtimeResponses
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
+from oscar_mm.apps.serve.spoken import audio_file
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.speech import Speech
 from oscar_mm.media.part import MediaPart
@@ -35,7 +36,7 @@ websockets = pytest.importorskip("websockets", reason="the client needs websocke
 pytest.importorskip("webrtcvad", reason="turn detection needs webrtcvad-wheels")
 soxr = pytest.importorskip("soxr", reason="audio needs soxr")
 
-from openai import AsyncOpenAI  # noqa: E402
+from openai import AsyncOpenAI, OpenAI  # noqa: E402
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 from websockets.sync.client import connect as raw_connect  # noqa: E402
 
@@ -473,6 +474,67 @@ def test_calls_may_be_required_and_tools_stay(calling) -> None:
     talked(calling[1], talk, tools=tools, output_modalities=["text"])
 
 
+def test_what_was_said_is_transcribed(
+    address: str, server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the audio API, beside the answers, as long as the client wants it; bounded."""
+    sounds = [sound(seconds, seed=seed) for seed, seconds in enumerate((1.7, 0.9, 0.8, 9.0))]
+    kind = "conversation.item.input_audio_transcription."
+    for name in ("_MIN_TOKENS", "_TOKENS_PER_SECOND"):
+        monkeypatch.setattr(f"oscar_mm.apps.serve.transcriptions_body.{name}", 4)
+    spoken: list[str] = []
+
+    async def talk(one: Talk) -> None:
+        for samples in sounds[:2]:
+            await one.say(samples)
+            await one.connection.input_audio_buffer.commit()
+        for _ in sounds[:2]:
+            done = await one.until(kind + "completed")
+            told = [x for x in one.seen if x.type == kind + "delta" and x.item_id == done.item_id]
+            assert "".join(x.delta for x in told) == done.transcript
+            assert done.usage.input_token_details.audio_tokens > 9
+            spoken.append(done.transcript)
+        await one.connection.conversation.item.retrieve(item_id=done.item_id)
+        item = (await one.until("conversation.item.retrieved")).item
+        assert item.content[0].transcript == done.transcript
+        monkeypatch.setattr("oscar_mm.apps.serve.realtime_transcriber._MAX_S", 1)
+        for samples in sounds[2:]:
+            await one.say(samples)
+            await one.connection.input_audio_buffer.commit()
+        assert "more than 1 s" in (await one.until(kind + "failed")).error.message
+        audio = {"input": {"transcription": None}}
+        await one.connection.session.update(session={"type": "realtime", "audio": audio})
+        await one.say(sounds[0])
+        await one.connection.input_audio_buffer.commit()
+        await ask(one, "So?")
+        await one.until("response.done")
+        assert sum(x.type == kind + "completed" for x in one.seen) == 3
+
+    transcription = {"model": "tiny", "language": "en"}
+    audio = {"input": {"turn_detection": None, "transcription": transcription}}
+    how: dict[str, Any] = {"max_output_tokens": 3, "output_modalities": ["text"]}
+    talked(address, talk, audio=audio, **how)
+    for samples, text in zip(sounds, spoken, strict=False):
+        assert transcribed(address, samples) == text
+    while server[0].service.conversations.give_way():
+        pass
+
+
+def transcribed(address: str, samples: np.ndarray) -> str:
+    """The audio API's transcript of what a session hears."""
+    stream = soxr.ResampleStream(RATE, 16_000, 1, dtype="float32")
+    sent = (samples * 32767).astype("<i2") / np.float32(32768)
+    heard = (stream.resample_chunk(sent, last=True) * 32767).astype(np.int16)
+    file = ("a.wav", audio_file(heard, 16_000, "wav"))
+    with OpenAI(base_url=f"{address}/v1", api_key=KEY) as client:
+        return client.audio.transcriptions.create(model="tiny", file=file, language="en").text
+
+
+def image_item(role: str, url: str | None) -> dict[str, Any]:
+    part = {"type": "input_image", "image_url": url}
+    return {"type": "message", "role": role, "content": [part]}
+
+
 FAULTS: list[tuple[str | bytes, str]] = [
     ("{", "not valid JSON"),
     ("", "not valid JSON"),
@@ -513,23 +575,24 @@ FAULTS: list[tuple[str | bytes, str]] = [
         "does not support tools",
     ),
     *(
-        (
-            '{"type": "conversation.item.create", "item": {"type": "message", "role": "%s", '
-            '"content": [{"type": "input_image", "image_url": %s}]}}' % (role, url),
-            message,
-        )
+        (json.dumps({"type": "conversation.item.create", "item": image_item(role, url)}), message)
         for role, url, message in (
-            ("user", "null", "must be an image_url"),
-            ("system", '"data:image/png;base64,AAAA"', "must be an image_url of a user's item"),
-            ("user", '"https://127.0.0.1/a.png"', "must be a data URI"),
-            ("user", '"file:///etc/passwd"', "must be a data URI"),
-            ("user", '"data:image/png;base64,AAAA"', "item.content[0]: is not an image"),
+            ("user", None, "must be an image_url"),
+            ("system", "data:image/png;base64,AAAA", "must be an image_url of a user's item"),
+            ("user", "https://127.0.0.1/a.png", "must be a data URI"),
+            ("user", "file:///etc/passwd", "must be a data URI"),
+            ("user", "data:image/png;base64,AAAA", "item.content[0]: is not an image"),
         )
     ),
     (
         '{"type": "session.update", "session": {"type": "realtime", "audio": {"input": '
         '{"transcription": {"model": "whisper-1"}}}}}',
-        "transcription",
+        "`whisper-1` does not exist",
+    ),
+    (
+        '{"type": "session.update", "session": {"type": "realtime", "audio": {"input": '
+        '{"transcription": {"language": "xx"}}}}}',
+        "ISO 639-1",
     ),
     (
         '{"type": "session.update", "session": {"type": "realtime", "audio": {"output": '
