@@ -125,6 +125,27 @@ class Begun(NamedTuple):
 NOT_BEGUN = Begun()
 
 
+class ToSpeak(NamedTuple):
+    """An answer that is to be spoken.
+
+    Attributes:
+        prompt: prompt of a single row, which begins the answer.
+        speaker: name of the voice in lower case.
+        seed: seed of the frames' random choices; None for different choices each time.
+        past: what the talker has heard of the chat; None outside of chats.
+        missed: (tokens,) ids of the chat between ``past`` and the prompt, without media; None if
+            there are none.
+        begun: beginning of the prompt that the model has read already.
+    """
+
+    prompt: Prompt
+    speaker: str
+    seed: int | None = None
+    past: Heard | None = None
+    missed: torch.Tensor | None = None
+    begun: Begun = NOT_BEGUN
+
+
 class MediaStates(ABC):
     """Hidden states of the media in a prompt, which a talker reads.
 
@@ -263,24 +284,8 @@ class Talker(ABC):
         row is a part."""
 
     @abstractmethod
-    def voice(
-        self,
-        prompt: Prompt,
-        speaker: str,
-        seed: int | None,
-        past: Heard | None = None,
-        missed: torch.Tensor | None = None,
-        begun: Begun = NOT_BEGUN,
-    ) -> Voice:
-        """Create the voice of an answer.
-
-        Args:
-            prompt: prompt of a single row.
-            speaker: one of ``speakers``.
-            seed: seed of the frames' random choices; None for different choices each time.
-            past: what the talker has heard of the chat; None outside of chats.
-            missed: (tokens,) ids of the chat between ``past`` and the prompt, without media.
-            begun: beginning of the prompt that the model has read already.
+    def voice(self, answer: ToSpeak) -> Voice:
+        """Create the voice of an answer, whose speaker is one of ``speakers``.
 
         Raises:
             InputError: if the prompt does not begin an answer.

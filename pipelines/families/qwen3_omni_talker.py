@@ -21,7 +21,7 @@ from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, as_argument, cache_of
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import NAN
-from oscar_mm.engine.speech import NOT_BEGUN, Begun, End, Heard, MediaStates, Talker, Voice
+from oscar_mm.engine.speech import NOT_BEGUN, Begun, End, Heard, MediaStates, Talker, ToSpeak, Voice
 from oscar_mm.errors import InputError
 from oscar_mm.fast_decode.decoder import Capture, FastLayer
 from oscar_mm.fast_decode.graph_runner import graph_capture
@@ -87,9 +87,7 @@ class OmniVoice(Voice):
 
     Args:
         talker: talker that speaks the answer.
-        prompt: prompt of a single row, which begins an answer.
-        speaker: name of the voice in lower case.
-        seed, past, missed, begun: see ``Talker.voice``.
+        answer: the answer.
 
     Attributes:
         first_codes: codes that the talker has chosen; the last one is not in a frame yet.
@@ -100,18 +98,9 @@ class OmniVoice(Voice):
         sound: samples of the frames.
     """
 
-    def __init__(
-        self,
-        talker: Qwen3OmniTalker,
-        prompt: Prompt,
-        speaker: str,
-        seed: int | None,
-        past: Heard | None = None,
-        missed: torch.Tensor | None = None,
-        begun: Begun = NOT_BEGUN,
-    ) -> None:
-        self._talker, self._speaker = talker, speaker
-        missed = torch.empty(0, dtype=torch.long) if missed is None else missed
+    def __init__(self, talker: Qwen3OmniTalker, answer: ToSpeak) -> None:
+        self._talker, self._speaker, prompt = talker, answer.speaker, answer.prompt
+        missed = torch.empty(0, dtype=torch.long) if answer.missed is None else answer.missed
         self._ids = torch.cat([missed, prompt.inputs["input_ids"][0].cpu()])
         self._questions, self._answer = talker.segments(self._ids)
         if self._answer is None or len(self._ids) < self._answer + _HEAD:
@@ -121,19 +110,19 @@ class OmniVoice(Voice):
             )
         is_medium = prompt.modalities[0].cpu() > Modality.TEXT
         self._is_medium = torch.cat([torch.zeros(len(missed), dtype=torch.bool), is_medium])
-        begun = begun._replace(tokens=len(missed) + begun.tokens)
+        begun = answer.begun._replace(tokens=len(missed) + answer.begun.tokens)
         states = OmniStates(talker, self._is_medium & self._questions, begun)
-        super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist(), states, past)
+        super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist(), states, answer.past)
         self._positions, self._following = self._question_positions(len(missed))
         self.first_codes: list[int] = []
         self.said = np.zeros(talker.model.config.text_config.vocab_size, dtype=bool)
         self.hidden: torch.Tensor | None = None
         self.position = 0
         self.generator = torch.Generator(talker.model.device)
-        if seed is None:
+        if answer.seed is None:
             self.generator.seed()
         else:
-            self.generator.manual_seed(seed)
+            self.generator.manual_seed(answer.seed)
         self.sound = Sound()
 
     @property
@@ -282,17 +271,9 @@ class Qwen3OmniTalker(Talker):
         """See ``Talker.states``."""
         return OmniStates(self, prompt.modalities[0].cpu() > Modality.TEXT)
 
-    def voice(
-        self,
-        prompt: Prompt,
-        speaker: str,
-        seed: int | None,
-        past: Heard | None = None,
-        missed: torch.Tensor | None = None,
-        begun: Begun = NOT_BEGUN,
-    ) -> OmniVoice:
+    def voice(self, answer: ToSpeak) -> OmniVoice:
         """See ``Talker.voice``."""
-        return OmniVoice(self, prompt, speaker, seed, past, missed, begun)
+        return OmniVoice(self, answer)
 
     def heard_span(self, ids: torch.Tensor, start: int, stop: int) -> tuple[int, int]:
         """See ``Talker.heard_span``."""
