@@ -8,18 +8,21 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.profiling import allocated
 from benchmarks.random_model import RELEASED, build
 from benchmarks.record import Record, Row, command, device_name, device_of, finish, parser, show
 from oscar_mm import OscarOmniPipeline, Speech
 from oscar_mm.engine.answer import AnswerStream
+from oscar_mm.errors import Cancelled
 from oscar_mm.media.resample import RATE
 
 VOICES = (1, 4, 16)
@@ -36,11 +39,17 @@ FIRST_AUDIO_S = 0.35
 """Maximum seconds from the end of a question to the first samples of its answer."""
 FACTORS = {1: 0.25, 16: 0.8}
 """Maximum real-time factor by the number of answers that are spoken at the same time."""
+HOUR_MB = 900
+"""Maximum MB of an hour of conversation, in both caches."""
+SESSIONS = 100
+"""Number of conversations with interruptions, after which nothing may be held."""
+SMALLEST = 511
+"""Maximum bytes that a conversation may leave on a GPU: less than torch's smallest block."""
 NOTES = [
-    "Qwen3-Omni-30B-A3B with random weights in bfloat16, the default policy: the thinker has the "
-    "shapes of the released config.json, talker, code predictor and code2wav those of "
-    f"transformers' default configuration, with 16 codes a frame. Answers have {WORDS} tokens and "
-    f"{FRAMES} frames of 80 ms; a question is {QUESTION_S:g} s of sound.",
+    "Qwen3-Omni-30B-A3B with random weights in bfloat16, policy standard unless --policy names "
+    "another one: the thinker has the shapes of the released config.json, talker, code predictor "
+    "and code2wav those of transformers' default configuration, with 16 codes a frame. Answers "
+    f"have {WORDS} tokens and {FRAMES} frames of 80 ms; a question is {QUESTION_S:g} s of sound.",
     f"first audio: from the call with the question, in a chat that has heard {PAST_S / 60:g} "
     "minutes of sound, to the first samples of the answer; the median of the latest three of "
     f"{TURNS} turns. With several answers, in the median, from the moment when all are asked at "
@@ -49,17 +58,20 @@ NOTES = [
     "them, of the slowest answer; above 1, playback stalls.",
     "bytes an hour: what the cache of the chat takes after the conversation, for an hour of it: "
     "that of the thinker, and that of the talker, which has read the same sound.",
+    f"bytes held: in page stores, and allocated on the device more than before, after {SESSIONS} "
+    "conversations whose spoken answers were interrupted after 0 to 11 pieces of text and speech, "
+    "every other one closed at that moment.",
 ]
 _Times = list[float]
 
 
-def speaking_pipeline(*, tiny: bool, device: torch.device) -> OscarOmniPipeline:
+def speaking_pipeline(*, tiny: bool, device: torch.device, policy: str) -> OscarOmniPipeline:
     """Create a pipeline with random weights that speaks every answer in FRAMES frames."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     released = RELEASED["qwen3-omni-30b-a3b"]
     released = released.tiny() if tiny else released
     model, processor = build(released, device, dtype, talker=talker_fields(tiny=tiny))
-    pipe = OscarOmniPipeline(model, processor=processor)
+    pipe = OscarOmniPipeline(model, processor=processor, policy=policy)
     talker = pipe.family.talker
     assert talker is not None
     talker.end_code, talker.max_frames = -1, FRAMES
@@ -175,6 +187,56 @@ def together(pipe: OscarOmniPipeline, voices: int) -> Row:
     }
 
 
+def interrupted(pipe: OscarOmniPipeline) -> Row:
+    """Interrupt answers, and return what is held once all conversations are closed."""
+    device = pipe.family.device
+    for number in range(12):  # Pools grow, and steps are captured.
+        interrupt(pipe, number)
+    begin, before = time.perf_counter(), allocated(device).get("requested", 0)
+    for number in range(SESSIONS):
+        interrupt(pipe, number)
+    stores = pipe.engine.call(lambda: (pipe.store.memory().used_bytes, pipe.engine.speech_bytes))
+    return {
+        "sessions": SESSIONS,
+        "seconds": time.perf_counter() - begin,
+        "held_bytes": sum(stores),
+        "grown_bytes": allocated(device).get("requested", 0) - before,
+    }
+
+
+def interrupt(pipe: OscarOmniPipeline, number: int) -> None:
+    """Speak in a conversation while it answers, then leave it or ask again."""
+    with pipe.chat() as chat, chat.listen(speak=True) as listening:
+        listening.hear(sound(QUESTION_S, number)[0])
+        pieces = listening.stream(max_new_tokens=WORDS, seed=number).with_speech()
+        for _ in range(number % 12):
+            next(pieces, None)
+        listening.hear(sound(1.0, number)[0])
+        chat.stop()
+        if number % 2:
+            return
+        with suppress(Cancelled):
+            for _ in pieces:
+                pass
+        listening.ask("Answer.", max_new_tokens=2)
+
+
+def bounds(rows: Sequence[Row]) -> Iterator[tuple[str, float, float]]:
+    """Yield what was measured of each bound: its name, the value and the maximum."""
+    for row in rows:
+        if "past_s" in row:
+            yield f"first audio {row['case']}, s", row["first_audio_s"], FIRST_AUDIO_S
+            both = row["bytes_an_hour"] + row["talker_bytes_an_hour"]
+            yield "MB of an hour of conversation", both / 1e6, HOUR_MB
+        if "factor" in row and row["voices"] in FACTORS:
+            name = f"real-time factor, {row['voices']} {row['case']}"
+            yield name, row["factor"], FACTORS[row["voices"]]
+        if "held_bytes" in row:
+            after = f"after {row['sessions']} interrupted conversations"
+            yield f"bytes held {after}", row["held_bytes"], 0
+            yield f"more bytes allocated {after}", row["grown_bytes"], SMALLEST * row["sessions"]
+
+
 def verdict(value: float, most: float | None) -> str:
     """Return the bound on a value, and whether the value meets it."""
     if most is None:
@@ -196,6 +258,7 @@ def report(rows: Sequence[Row]) -> None:
                 verdict(row["factor"], FACTORS.get(row["voices"])),
             )
             for row in rows
+            if "factor" in row
         ),
     )
     kinds = {"thinker": "bytes_an_hour", "talker": "talker_bytes_an_hour"}
@@ -203,12 +266,15 @@ def report(rows: Sequence[Row]) -> None:
     for row in (row for row in rows if "past_s" in row):
         sizes = ((name, f"{row[key] / 1e6:,.0f}") for name, key in kinds.items())
         show("An hour of conversation", ("cache", "MB"), sizes)
+    found = ((name, f"{value:,.3f}", verdict(value, most)) for name, value, most in bounds(rows))
+    show("Bounds", ("what", "measured", "at most"), found)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 2 without a CUDA device."""
     options = parser("benchmarks.speech", __doc__)
     options.add_argument("--tiny", action="store_true", help="trial run with a tiny model")
+    options.add_argument("--policy", default="standard", help="preset of the KV cache")
     chosen = options.parse_args(arguments)
     device = device_of("speech", tiny=chosen.tiny)
     if device is None:
@@ -216,9 +282,10 @@ def main(arguments: Sequence[str]) -> int:
     line = command("benchmarks.speech", arguments)
     record = Record("speech", line, device_name(device.type), [], NOTES)
     start = time.perf_counter()
-    pipe = speaking_pipeline(tiny=chosen.tiny, device=device)
+    pipe = speaking_pipeline(tiny=chosen.tiny, device=device, policy=chosen.policy)
     record.extra["build_s"] = time.perf_counter() - start
     calls = [partial(in_a_long_chat, pipe), *(partial(together, pipe, x) for x in VOICES)]
+    calls.append(partial(interrupted, pipe))
     for call in calls:
         record.rows.append(call())
         record.extra["total_s"] = time.perf_counter() - start
