@@ -111,7 +111,8 @@ class Handlers:
         longest: float,
         *scenario: str,
     ) -> Iterator[tuple]:
-        """Answer a recording of the microphone; at the end, also return the speech to play."""
+        """Answer a recording of the microphone; also return the key of the speech that comes, and
+        at the end the whole speech."""
         session, files = self._session(request), [recording] if recording else []
         yield from self._answer_aloud(session, files, temperature, longest, scenario)
 
@@ -149,10 +150,13 @@ class Handlers:
     ) -> Iterator[tuple]:
         options = self._options(temperature, longest)
         steps = session.ask("", files, is_talk=True, **options)
+        key = ""
         for shown in self._answer(session, steps, gr.Audio(value=None)):
-            yield *shown, _UNCHANGED
+            new = session.aloud.key if session.aloud is not None else ""
+            yield *shown, _UNCHANGED, _UNCHANGED if new == key else new
+            key = new
         speech = session.conversation.speech
-        yield *self.all_parts(session, *scenario), _UNCHANGED, _as_sound(speech)
+        yield *self.all_parts(session, *scenario), _UNCHANGED, _as_sound(speech), _UNCHANGED
 
     def retry(
         self, request: gr.Request, temperature: float, longest: float, *scenario: str

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from oscar_mm.apps.demo.spoken_answer import QUIET
 from oscar_mm.apps.demo.visitor_input import LIMITS, MAX_STORED_BYTES, stored_bytes
 from oscar_mm.apps.turn_detection import Ended, SpeechDetector
 from oscar_mm.errors import InputError
@@ -28,14 +29,18 @@ MARKUP = """
   <output>Ask whenever you like; speak to interrupt an answer.</output>
 </div>
 """
-SCRIPT = """
+SCRIPT = (
+    """
 const [button, meter, output] = ['button', 'meter', 'output'].map((x) => element.querySelector(x));
 const source = `registerProcessor('oscar-ears', class extends AudioWorkletProcessor {
   process([input]) { if (input.length) this.port.postMessage(input[0].slice()); return true; }
 });`;
 const words = {listening: 'Listening …', speaking: 'You speak …', asked: 'Answering …'};
 let context = null, stream = null, waiting = [], size = 0, isBusy = false;
-const quiet = () => document.querySelectorAll('#spoken audio').forEach((one) => one.pause());
+const quiet = () => {
+  document.querySelectorAll('#spoken audio').forEach((one) => one.pause());
+  QUIET;
+};
 const send = () => {
   if (isBusy || !context || size < 0.2 * RATE) return;
   const samples = new Int16Array(Math.min(size, MAX_CHUNK));
@@ -91,7 +96,10 @@ element.addEventListener('heard', ({detail: state}) => {
   if (words[state]) output.textContent = words[state];
   send();
 });
-""".replace("RATE", str(RATE)).replace("MAX_CHUNK", str(_MAX_CHUNK))
+""".replace("RATE", str(RATE))
+    .replace("MAX_CHUNK", str(_MAX_CHUNK))
+    .replace("QUIET", QUIET)
+)
 """Script of the button: it sends 0.2 s of 16-bit samples or more whenever the server has answered,
 shows the level, and asks when the server has found a question. A voice silences the answer."""
 _TELL = """

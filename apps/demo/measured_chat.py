@@ -13,9 +13,11 @@ import numpy as np
 
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.engine.answer import Reasoning, Timings
+from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import Cancelled
 
 if TYPE_CHECKING:
+    from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
     from oscar_mm.chat.chat import Chat
 
 STATES, TABLES = "states", "tables"
@@ -169,6 +171,7 @@ class MeasuredChat:
         options: Mapping[str, Any],
         stop: threading.Event,
         parts: Sequence[Any] = (),
+        aloud: SpokenAnswer | None = None,
     ) -> Generator[str]:
         """Yield the answer so far, several times during generation and once at the end.
 
@@ -178,6 +181,7 @@ class MeasuredChat:
             options: options for the answer, such as max_new_tokens and temperature.
             stop: event that ends the answer; the text so far is kept.
             parts: texts and media of the question in order, if not all media precede the text.
+            aloud: takes the speech as it comes; None if nobody listens.
 
         Raises:
             InputError: see ``Chat.stream``; the chat remains unchanged.
@@ -190,11 +194,13 @@ class MeasuredChat:
         try:
             if stop.is_set():
                 return
-            for piece in stream.with_reasoning():
+            for piece in stream.spoken_pieces():
                 if isinstance(piece, Reasoning):
                     self.reasoning += piece
-                else:
+                elif isinstance(piece, str):
                     text += piece
+                elif isinstance(piece, Speech) and aloud is not None:
+                    aloud.add(piece, self._read_by(piece.frames))
                 if stop.is_set():
                     break
                 if time.monotonic() - updated >= 1 / UPDATES_PER_S:
@@ -213,6 +219,14 @@ class MeasuredChat:
                 self.finish_reason = self.chat.turns[-1].finish_reason
                 self.measure()
         yield text
+
+    def _read_by(self, frames: int) -> str:
+        """Return the text that the talker has read for frames of speech: a token for each."""
+        if (running := self.chat.answering) is None:
+            return ""
+        ids = running.written.token_ids[:frames]
+        tokenizer = self.chat.pipe.family.processor.tokenizer
+        return tokenizer.decode(ids, skip_special_tokens=True)
 
     def fork(self) -> MeasuredChat:
         """Copy the chat and its curve; the copy and the original continue independently."""

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oscar_mm.apps.demo import visitor_input
+from oscar_mm.apps.demo import spoken_answer, visitor_input
 from oscar_mm.apps.demo.charts import NOT_INSPECTED
 from oscar_mm.apps.demo.conversation_list import LIST_SCRIPT, MAX_LISTED, conversation_list
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
@@ -203,12 +203,13 @@ def _talk_parts(handlers: Handlers) -> dict[str, Any]:
         spoken = gr.Audio(
             label="Answer",
             interactive=False,
-            autoplay=True,
             visible=speaks,
             waveform_options=gr.WaveformOptions(show_recording_waveform=False),
             elem_id="spoken",
         )
-    return {"hands": hands, "microphone": microphone, "spoken": spoken}
+        _HTML(spoken_answer.MARKUP, js_on_load=spoken_answer.SCRIPT, elem_id="voice")
+        key = gr.Textbox(label="Speech", visible="hidden")
+    return {"hands": hands, "microphone": microphone, "spoken": spoken, "speech": key}
 
 
 def _limits_of(sessions: Sessions) -> str:
@@ -367,24 +368,19 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
     box.change(None, box, None, js=_THUMBNAIL_SCRIPT, **private)
     box.submit(handlers.ask, [box, *options, *scenario], [*all_outputs, box], **answer)
     if "microphone" in parts:
-        microphone, spoken = parts["microphone"], parts["spoken"]
+        microphone, speech = parts["microphone"], parts["speech"]
+        answered = [*all_outputs, microphone, parts["spoken"], speech]
         microphone.stop_recording(
-            handlers.talk,
-            [microphone, *options, *scenario],
-            [*all_outputs, microphone, spoken],
-            **answer,
+            handlers.talk, [microphone, *options, *scenario], answered, **answer
         )
+        speech.change(None, speech, None, js=spoken_answer.PLAY_SCRIPT, **private)
+        parts["stop"].click(None, None, None, js=f"() => {{ {spoken_answer.QUIET}; }}", **private)
         told = gr.Textbox(label="Heard", visible="hidden")
         hands = parts["hands"]
         heard = hands.input(handlers.hear, None, told, **private)
         heard.success(None, told, None, js=TOLD_SCRIPT, **private)
         heard.failure(None, None, None, js=FAILED_SCRIPT, **private)
-        hands.submit(
-            handlers.answer_heard,
-            [*options, *scenario],
-            [*all_outputs, microphone, spoken],
-            **answer,
-        )
+        hands.submit(handlers.answer_heard, [*options, *scenario], answered, **answer)
     for button, example in parts["examples"]:
         begun = button.click(handlers.begin_example(example), scenario, moved, **private)
         begun.success(

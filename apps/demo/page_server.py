@@ -15,11 +15,14 @@ import uvicorn
 from fastapi import FastAPI
 from gradio.themes import Base
 from starlette.middleware import Middleware
-from starlette.routing import Mount
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
 
 from oscar_mm.apps.connections import Connection, ConnectionBounds
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.page import Isolation, icon_style
+from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.visitor_input import MAX_CHAT_BYTES
 from oscar_mm.apps.guard import Guard, OneLength
 from oscar_mm.errors import InputError
@@ -37,6 +40,7 @@ class PageServer(uvicorn.Server):
 
     Args:
         page: gradio ``Blocks`` to serve; closing them closes this server.
+        sessions: the visitors' sessions.
         sockets: sockets to listen on; they are closed when the block ends.
         host: address of the sockets.
         folder: folder for uploads.
@@ -46,6 +50,7 @@ class PageServer(uvicorn.Server):
     def __init__(
         self,
         page: Any,
+        sessions: Sessions,
         sockets: Sequence[socket.socket],
         host: str,
         folder: Path,
@@ -53,7 +58,7 @@ class PageServer(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                _mounted(page, host, folder),
+                _mounted(page, sessions, host, folder),
                 http=partial(Connection, bounds),  # pyright: ignore[reportArgumentType] is called
                 ws="none",
                 log_level="warning",
@@ -88,7 +93,7 @@ class PageServer(uvicorn.Server):
         self._thread.join(_CLOSING_S)
 
 
-def _mounted(page: Any, host: str, folder: Path) -> FastAPI:
+def _mounted(page: Any, sessions: Sessions, host: str, folder: Path) -> FastAPI:
     """Return an application that serves only this page."""
     app = gr.mount_gradio_app(
         FastAPI(**_OFF),
@@ -116,4 +121,13 @@ def _mounted(page: Any, host: str, folder: Path) -> FastAPI:
     )
     # Closing the page ends the streams of ``page.app``.
     [page.app] = [route.app for route in app.routes if isinstance(route, Mount)]
+    served: Any = page.app
+    served.routes.insert(0, Route("/speech/{key}", partial(_speech, sessions)))
     return app
+
+
+async def _speech(sessions: Sessions, request: Request) -> Response:
+    """Stream the speech of an answer while it is made."""
+    if (found := sessions.speech(request.path_params["key"])) is None:
+        return PlainTextResponse("this speech is not there any more", 404)
+    return StreamingResponse(found.lines(), media_type="application/x-ndjson")

@@ -215,7 +215,7 @@ def serve_page(
         page.delete_cache = (_CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S)
         listen(sockets)
         bounds = ConnectionBounds(_CONNECTIONS, head_s)
-        with PageServer(page, sockets, host, folder, bounds):
+        with PageServer(page, sessions, sockets, host, folder, bounds):
             try:
                 yield RunningPage(f"{url(host, sockets[0].getsockname()[1])}/", sessions, page)
             finally:

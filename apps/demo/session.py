@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from oscar_mm.apps.demo.conversation_list import MAX_TITLE, Summary, title_of
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
 from oscar_mm.apps.demo.media_hint import media_hint
+from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
 from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
 from oscar_mm.apps.demo.visitor_input import (
     MAX_FILES,
@@ -59,6 +60,7 @@ class Session:
         baseline_exchange: exchange that is being answered with the 16-bit cache, or None.
         name: title that the visitor gave the conversation, or "".
         ears: what hears the visitor hands-free; None before it is first used.
+        aloud: speech of the latest answer to a recording of the visitor; None before the first.
         last_active: ``time.monotonic()`` of the visitor's last action.
         is_unsaved: whether the conversation has changed since it was written to, or read from, the
             conversation folder.
@@ -75,6 +77,7 @@ class Session:
         self._writing, self.is_unsaved = threading.Lock(), False
         self.name = ""
         self.ears: Ears | None = None
+        self.aloud: SpokenAnswer | None = None
         self._begin(settings or sessions.settings)
 
     def _begin(self, settings: SessionSettings) -> None:
@@ -147,7 +150,12 @@ class Session:
             exchange = Exchange(*shown, options={"seed": seed, **options}, is_talk=is_talk)
             self._show(exchange)
             self.active = exchange
-            yield from self._answer(exchange, text, files)
+            self.aloud = aloud = SpokenAnswer() if is_talk else self.aloud
+            try:
+                yield from self._answer(exchange, text, files)
+            finally:
+                if aloud is not None:
+                    aloud.end(exchange.answer)
         finally:
             self.active = None
             self._release()
@@ -212,9 +220,8 @@ class Session:
         # The answer with a 16-bit cache is only read.
         speaks = exchange.is_talk and chat is self.conversation and chat.chat.can_speak
         options = exchange.options | ({"speak": True} if speaks else {})
-        return chat.answer(
-            exchange.question, exchange.media, options, self._stop, _placed(exchange)
-        )
+        asked = exchange.question, exchange.media, options, self._stop, _placed(exchange)
+        return chat.answer(*asked, self.aloud if speaks else None)
 
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
         """Answer with the 16-bit cache as well; end the comparison if this answer is incomplete."""

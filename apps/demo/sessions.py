@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from oscar_mm.apps.demo.conversation_list import ID, MAX_TITLE, Summary, title_of
 from oscar_mm.apps.demo.measured_chat import MemorySample
 from oscar_mm.apps.demo.session import Session
+from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
 from oscar_mm.apps.demo.transcript import PreviewStore
 from oscar_mm.apps.demo.visitor_input import SessionSettings
 from oscar_mm.apps.model_card import ModelCard
@@ -228,6 +229,12 @@ class Sessions:
         """Write a session to the conversation folder, if there is a folder, in the background."""
         if self.folder is not None and session in self:
             self.folder.save_later(session)
+
+    def speech(self, key: str) -> SpokenAnswer | None:
+        """Return the speech of a conversation's latest answer; None if none has this key."""
+        with self._lock:
+            found = [session.aloud for session in self._sessions.values()]
+        return next((one for one in found if one is not None and one.key == key), None)
 
     def __contains__(self, session: Session) -> bool:
         """Return whether the session still exists, that is, has not been evicted or ended."""

@@ -31,10 +31,12 @@ class Speech:
     Attributes:
         samples: (samples,) float32, mono, from -1 to 1.
         sample_rate: samples per second.
+        frames: number of frames of the answer's speech up to its end.
     """
 
     samples: np.ndarray
     sample_rate: int
+    frames: int = 0
 
 
 class End(NamedTuple):

@@ -69,7 +69,7 @@ class SpokenRequest(Request):
         """Queue the next (samples,) of the speech, in the engine thread."""
         if len(samples):
             self._spoken.append(samples)
-            self.queue(Speech(samples, self.talker.sample_rate))
+            self.queue(Speech(samples, self.talker.sample_rate, self.voice.frames))
 
     def cancel(self) -> None:
         """See ``Request.cancel``."""

@@ -1,5 +1,8 @@
 """Questions of the microphone: answers are spoken if the talker can follow."""
 
+import asyncio
+import base64
+import json
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.demo.handlers import Handlers
 from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from tests.apps.demo.conftest import COMPACT
 from tests.pipelines.conftest import NEVER
@@ -22,6 +26,7 @@ def talking(qwen3_omni_talker_folder, uploads, monkeypatch) -> Iterator[Sessions
     monkeypatch.setattr(Qwen3OmniTalker, "max_frames", 12)
     pipe = OscarOmniPipeline(qwen3_omni_talker_folder, policy=COMPACT.policy, device="cpu")
     pipe.model.generation_config.eos_token_id = NEVER
+    pipe.family.talker.end_code = -1
     made = Sessions(pipe, COMPACT, (uploads,))
     yield made
     made.close()
@@ -55,10 +60,39 @@ def test_the_page_gets_the_text_first_and_then_the_speech(
     steps = handlers.talk(request, str(uploads / "tone.wav"), 0.0, 9, *scenario)
     *shown, last = [*steps]
     answer = session.turns[0].answer
-    assert shown and all(one[-1] == gr.skip() for one in shown)
+    assert shown and all(one[-2] == gr.skip() for one in shown)
     assert escape(answer.strip()[:4]) in last[0]
-    rate, samples = last[-1]
+    rate, samples = last[-2]
     assert rate == 24_000 and samples.dtype == np.int16 and np.abs(samples).max() > 100
+    keys = [one[-1] for one in (*shown, last) if one[-1] != gr.skip()]
+    spoken = talking.speech(keys[0])
+    assert len(keys) == 1 and spoken is not None and talking.speech("") is None
+    *lines, end = asyncio.run(lines_of(spoken))
+    sounds = b"".join(base64.b64decode(line["sound"]) for line in lines)
+    assert sounds == samples.astype("<i2").tobytes() and {line["rate"] for line in lines} == {rate}
+    assert end == {"text": answer}
+    said = [line["said"] for line in lines]
+    assert said[2] == answer
+    assert 0 < len(said[0]) < len(said[1]) and answer.startswith(said[0].rstrip("\ufffd"))
+
+
+async def lines_of(spoken: SpokenAnswer) -> list[dict[str, Any]]:
+    return [json.loads(line) async for line in spoken.lines()]
+
+
+def test_speech_comes_while_the_answer_is_made(talking, uploads, monkeypatch) -> None:
+    session, found, add = talking.session("a"), list[Any](), SpokenAnswer.add
+
+    def noted(spoken: Any, speech: Any, said: str) -> None:
+        found.append((session.is_answering, len(session.turns), said))
+        add(spoken, speech, said)
+
+    monkeypatch.setattr(SpokenAnswer, "add", noted)
+    talked(session, uploads / "tone.wav")
+    assert len(found) == 3 and all(one[:2] == (True, 0) for one in found)
+    said = [one[2] for one in found]
+    assert 0 < len(said[0]) < len(said[1]) <= len(said[2])
+    assert said[2].startswith(said[1]) and said[1].startswith(said[0])
 
 
 def test_a_recording_is_asked_again(talking, uploads, tmp_path, monkeypatch) -> None:

@@ -1,0 +1,140 @@
+"""SpokenAnswer: the speech of an answer, which the page plays while it is made, with captions."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import numpy as np
+
+from oscar_mm.engine.speech import Speech
+
+_LOOKS_PER_S = 50
+MARKUP = '<div class="voice"><output aria-label="Captions"></output></div>'
+SCRIPT = """
+const caption = element.querySelector('output'), voice = element.querySelector('.voice');
+let playing = null;
+const quiet = () => {
+  playing?.leaving.abort();
+  playing?.context?.close();
+  clearInterval(playing?.timer);
+  playing = null;
+  voice.dataset.state = '';
+};
+const add = (now, {sound, rate, said}) => {
+  now.context ??= new AudioContext({sampleRate: rate});
+  const bytes = Uint8Array.from(atob(sound), (one) => one.charCodeAt(0));
+  const samples = Float32Array.from(new Int16Array(bytes.buffer), (one) => one / 32768);
+  const buffer = now.context.createBuffer(1, samples.length, rate);
+  buffer.copyToChannel(samples, 0);
+  const source = now.context.createBufferSource();
+  source.buffer = buffer;
+  source.connect(now.context.destination);
+  const from = Math.max(now.next, now.context.currentTime);
+  source.start(from);
+  now.next = from + buffer.duration;
+  now.seconds += buffer.duration;
+  now.marks.push({from, until: now.next, before: now.seconds - buffer.duration, said});
+  voice.dataset.state = 'playing';
+};
+const follow = (now) => {
+  const at = now.context?.currentTime ?? 0, mark = now.marks.find((one) => at < one.until);
+  const seconds = mark ? mark.before + Math.max(0, at - mark.from) : now.seconds;
+  let said = mark?.said ?? now.text ?? '';
+  if (now.text !== null && mark) {
+    const share = Math.ceil(now.text.length * seconds / now.seconds);
+    said = now.text.slice(0, share) + now.text.slice(share).match(/^\\S*/)[0];
+  }
+  if (now.marks.length && said.length > caption.textContent.length) caption.textContent = said;
+  caption.scrollTop = caption.scrollHeight;
+  if (now.text === null || mark) return;
+  quiet();
+  if (!now.marks.length) return;
+  caption.textContent = now.text;
+  voice.dataset.state = 'ended';
+};
+const play = async (key) => {
+  quiet();
+  caption.textContent = '';
+  const leaving = new AbortController();
+  const now = {leaving, context: null, next: 0, seconds: 0, marks: [], text: null, timer: 0};
+  playing = now;
+  now.timer = setInterval(() => follow(now), 50);
+  const {body} = await fetch(`speech/${key}`, {signal: leaving.signal});
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = '';
+  for (;;) {
+    const {done, value} = await reader.read();
+    if (done || playing !== now) break;
+    const lines = (rest + value).split('\\n');
+    rest = lines.pop();
+    for (const line of lines.map((one) => JSON.parse(one))) {
+      if ('sound' in line) add(now, line); else now.text = line.text;
+    }
+  }
+  now.text ??= caption.textContent;
+};
+element.addEventListener('quiet', quiet);
+element.addEventListener('play', ({detail}) => play(detail).catch(() => {}));
+"""
+"""Script of the player: it plays pieces as they come, and shows what is said.
+
+While the answer is made, the captions have the words that the talker has read by the end of the
+piece that plays; then the same share of the text as of the speech."""
+QUIET = """document.querySelector('#voice .voice')?.parentElement
+  .dispatchEvent(new CustomEvent('quiet'))"""
+PLAY_SCRIPT = """(key) => { document.querySelector('#voice .voice').parentElement
+  .dispatchEvent(new CustomEvent('play', {detail: key})); }"""
+
+
+class _Piece(NamedTuple):
+    """Speech with what is said by its end."""
+
+    samples: bytes
+    rate: int
+    said: str
+
+
+class SpokenAnswer:
+    """Speech of one answer: one thread adds pieces, and the page's server sends them.
+
+    Attributes:
+        key: unguessable name of the speech in its address.
+    """
+
+    def __init__(self) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self._pieces: list[_Piece] = []
+        self._text: str | None = None
+
+    def add(self, speech: Speech, said: str) -> None:
+        """Add a piece of speech.
+
+        Args:
+            speech: the piece.
+            said: the part of the answer's text that the talker has read by its end.
+        """
+        samples = (speech.samples * np.iinfo(np.int16).max).astype("<i2").tobytes()
+        self._pieces.append(_Piece(samples, speech.sample_rate, said))
+
+    def end(self, text: str) -> None:
+        """End the speech of an answer with this text."""
+        self._text = text
+
+    async def lines(self) -> AsyncIterator[str]:
+        """Yield a line of JSON for each piece as it comes, and a last one with the text."""
+        sent = 0
+        while True:
+            text = self._text  # Before the pieces, since none follow it.
+            for piece in self._pieces[sent:]:
+                sent += 1
+                sound = base64.b64encode(piece.samples).decode()
+                yield json.dumps({"sound": sound, "rate": piece.rate, "said": piece.said}) + "\n"
+            if text is not None:
+                yield json.dumps({"text": text}) + "\n"
+                return
+            await asyncio.sleep(1 / _LOOKS_PER_S)
