@@ -668,7 +668,8 @@ class Pipeline:
         talker = self.family.talker
         assert talker is not None, "check_speech returned the speaker"
         voice = talker.voice(ToSpeak(prompt, speaker, sampling.seed))
-        return SpokenRequest(*arguments, talker=talker, voice=voice, script=script)
+        how: dict[str, Any] = {"talker": talker, "voice": voice, "script": script}
+        return SpokenRequest(*arguments, tools=tools, **how)
 
     def script(self, name: str, text: Any) -> list[int]:
         """Return the ids of the tokens of a text that is read aloud.

@@ -79,7 +79,8 @@ class ChatWriter:
         if answer.tool_calls:
             message["content"] = text or None
             message["tool_calls"] = [call_body(call) for call in answer.tool_calls]
-        if self._spoken is not None and answer.speech is not None:
+        speaks = answer.speech is not None and (len(answer.speech) or not answer.tool_calls)
+        if self._spoken is not None and answer.speech is not None and speaks:
             assert answer.sample_rate is not None
             spoken = self._spoken[index].whole(text, answer.speech, answer.sample_rate)
             message |= {"content": None, "audio": spoken}

@@ -320,10 +320,8 @@ class Body(ToolFields, SampledBody):
         if self.top_logprobs and not self.logprobs:
             raise FieldError("requires logprobs: true", "top_logprobs")
         check_top("top_logprobs", self.top_logprobs)
-        if check_modalities(self.modalities, self.audio, stream=bool(self.stream)):
-            for name in ("stop", "tools"):
-                if getattr(self, name):
-                    raise FieldError("is not available with audio: leave it out", name)
+        if check_modalities(self.modalities, self.audio, stream=bool(self.stream)) and self.stop:
+            raise FieldError("is not available with audio: leave it out", "stop")
         return self
 
 

@@ -532,6 +532,8 @@ class Service:
         parallel = body.parallel_tool_calls is not False
         offer = pipe.offer(body.tools, body.tool_choice, parallel=parallel)
         request = replace(request, tools=offer)
+        if request.spoken is not None:
+            pipe.check_speech(request.spoken.speaker, tools=offer)
         messages = [*request.messages()]
         texts = [text for one in messages for text in (*one.texts, *one.labels)]
         pipe.admission.check_characters("messages", sum(map(len, texts)))

@@ -25,6 +25,8 @@ from oscar_mm.apps.serve.spoken import (
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
 from tests.pipelines.conftest import NEVER
+from tests.thinking import ids_of, saying
+from tests.tool_template import with_tools
 
 QUESTION = [user(sound(wav()), image(png()), text("What is it?"))]
 ASKED: dict[str, Any] = {
@@ -105,6 +107,40 @@ def test_a_stream(pipe, talk) -> None:
     assert next(place for place, one in enumerate(audio) if "data" in one) < words[-1]
     assert [*audio[-1]] == ["id", "expires_at"] and chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].usage.completion_tokens_details.audio_tokens == answer.speech_tokens
+
+
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
+
+
+def test_calls_come_beside_the_speech(qwen3_omni_calls_folder) -> None:
+    pipe = OscarOmniPipeline(qwen3_omni_calls_folder, policy="bf16", device="cpu")
+    [pipe.model.generation_config.eos_token_id] = ids_of(pipe, "<|im_end|>")
+    asked = ASKED | {"max_tokens": 99, "tools": [FIND]}
+    asked["messages"] = [{"role": "user", "content": "What is it?"}]
+    with served(pipe) as where, openai.OpenAI(base_url=f"{where}/v1", api_key="none") as client:
+        with saying(pipe, ids_of(pipe, "I look." + CALL)):
+            whole = client.chat.completions.create(**asked).choices[0]
+            stream = client.chat.completions.create(**asked | {"audio": {}, "stream": True})
+            chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
+        with saying(pipe, ids_of(pipe, CALL)):
+            silent = client.chat.completions.create(**asked).choices[0]
+    for choice in (whole, silent):
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert [call.function.name for call in choice.message.tool_calls] == ["find"]
+    assert whole.message.audio.transcript == "I look." and silent.message.audio is None
+    assert len(samples(base64.b64decode(whole.message.audio.data)))
+    called = [one for chunk in chunks for one in chunk.delta.tool_calls or ()]
+    assert "".join(one.function.arguments for one in called) == "{}"
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_calls_without_a_token_are_refused_with_audio(pipe, talk, monkeypatch) -> None:
+    monkeypatch.setattr(pipe.processor, "chat_template", with_tools(pipe.processor.chat_template))
+    pipe.family.__dict__.pop("tool_format", None)
+    with pytest.raises(openai.BadRequestError, match="would be spoken"):
+        talk.chat.completions.create(**ASKED | {"tools": [FIND]})
+    pipe.family.__dict__.pop("tool_format", None)
 
 
 def _audio(chunk: Any) -> dict[str, Any]:
