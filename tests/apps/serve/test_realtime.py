@@ -809,6 +809,35 @@ def test_an_idle_session_ends(pipe) -> None:
         assert "idle" in closed.value.rcvd.reason
 
 
+def test_idle_sessions_make_room(qwen3_omni_talker_folder: Path) -> None:
+    """Three conversations do not fit into memory together; each goes on where it was."""
+    how: dict[str, Any] = {"policy": "bf16", "device": "cpu", "kv_budget": "1.1MB"}
+    pipe = OscarOmniPipeline(qwen3_omni_talker_folder, **how)
+    pipe.model.generation_config.eos_token_id = NEVER
+    read, used = list[int](), list[int]()
+
+    async def talk(address: str) -> None:
+        async with (
+            connected(address) as one,
+            connected(address) as two,
+            connected(address) as three,
+        ):
+            for number, each in enumerate((one, two, three, one)):
+                how = {"output_modalities": ["text"], "max_output_tokens": 3}
+                await each.connection.session.update(session=PUSH | how)
+                await each.say(sound(9.7, seed=number))
+                await each.connection.input_audio_buffer.commit()
+                await each.connection.response.create()
+                usage = (await each.until("response.done")).response.usage
+                read.append(usage.input_token_details.cached_tokens)
+                used.append(pipe.engine.call(lambda: pipe.store.memory().used_bytes))
+
+    with started(create_app(pipe, "tiny", ServerLimits(api_key=KEY))) as (_, address):
+        asyncio.run(talk(address))
+    assert read[:3] == [0, 0, 0] and read[3] > 126
+    assert 3 * used[0] > 1_100_000 > max(used)
+
+
 def test_web_pages_of_other_sites_are_refused(pipe) -> None:
     with started(create_app(pipe, "tiny", ServerLimits())) as (_, address):
         with pytest.raises(InvalidStatus) as refused:
