@@ -19,6 +19,7 @@ COLORS = {
     "image": "#d98200",
     "video": "#12956a",
     "audio": "#b8518c",
+    "speech": "#b5482f",
     "states": "#7a5bc7",
     "tables": "#8a94a6",
 }

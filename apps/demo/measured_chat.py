@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from oscar_mm.chat.chat import Chat
 
 STATES, TABLES = "states", "tables"
-PARTS = ("text", "image", "video", "audio", STATES, TABLES)
+PARTS = ("text", "image", "video", "audio", "speech", STATES, TABLES)
 """Parts of the memory, in the order in which the chart stacks the parts."""
 UPDATES_PER_S = 10
 """Number of updates per second that a page receives while an answer is running."""
@@ -54,7 +54,7 @@ class MemorySample:
             report: memory report of the conversation.
             tokens: number of tokens in the conversation, including forgotten ones.
         """
-        parts = {name: report.by_modality[name] for name in PARTS if name not in (STATES, TABLES)}
+        parts = {name: report.by_modality.get(name, 0) for name in PARTS}
         parts[STATES] = sum(report.by_kind.get(kind, 0) for kind in ("states", "marks"))
         parts[TABLES] = report.by_kind["tables"]
         return cls(tokens, report.tokens, parts, report.bf16_bytes, report.values)

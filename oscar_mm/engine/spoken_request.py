@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.engine.answer import Answer
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.speech import Speech, Talker, Voice
@@ -84,7 +85,7 @@ class SpokenRequest(Request):
 
     def answer(self) -> Answer:
         """Return the answer so far, with its speech."""
-        answer, spoken = super().answer(), self.voice.memory
+        answer, spoken = super().answer(), self.engine.call(self._speech_memory)
         return replace(
             answer,
             speech=np.concatenate([np.zeros(0, np.float32), *self._spoken]),
@@ -92,3 +93,10 @@ class SpokenRequest(Request):
             speech_tokens=self.voice.frames,
             memory=answer.memory if spoken is None else answer.memory.with_speech(spoken),
         )
+
+    def _speech_memory(self) -> MemoryReport | None:
+        """Return the memory of the speech so far; None if there is none."""
+        cache = self.voice.cache
+        if self.voice.memory is not None or cache is None or cache.closed:
+            return self.voice.memory
+        return cache.memory()

@@ -14,6 +14,7 @@ import pytest
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.demo.handlers import Handlers
+from oscar_mm.apps.demo.measured_chat import MemorySample
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
@@ -81,14 +82,21 @@ async def lines_of(spoken: SpokenAnswer) -> list[dict[str, Any]]:
 
 
 def test_speech_comes_while_the_answer_is_made(talking, uploads, monkeypatch) -> None:
-    session, found, add = talking.session("a"), list[Any](), SpokenAnswer.add
+    session, add = talking.session("a"), SpokenAnswer.add
+    found, heard = list[Any](), list[int]()
 
     def noted(spoken: Any, speech: Any, said: str) -> None:
         found.append((session.is_answering, len(session.turns), said))
+        running = session.conversation.chat.so_far
+        assert running is not None
+        heard.append(MemorySample.of(running.memory, 0).parts["speech"])
         add(spoken, speech, said)
 
     monkeypatch.setattr(SpokenAnswer, "add", noted)
     talked(session, uploads / "tone.wav")
+    now, report = session.conversation.curve.last, session.conversation.memory
+    assert min(heard) > 0 and now.parts["speech"] == report.by_modality["speech"] > 0
+    assert now.used_bytes == sum(now.parts.values())
     assert len(found) == 3 and all(one[:2] == (True, 0) for one in found)
     said = [one[2] for one in found]
     assert 0 < len(said[0]) < len(said[1]) <= len(said[2])
