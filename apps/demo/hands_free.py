@@ -56,6 +56,7 @@ const send = () => {
   trigger('input', {sound: btoa(text)});
 };
 const hear = ({data}) => {
+  if (!context) return;  // A message that was under way at the end.
   waiting.push(data);
   size += data.length;
   const power = Math.sqrt(data.reduce((sum, one) => sum + one * one, 0) / data.length);

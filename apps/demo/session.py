@@ -150,12 +150,12 @@ class Session:
             exchange = Exchange(*shown, options={"seed": seed, **options}, is_talk=is_talk)
             self._show(exchange)
             self.active = exchange
-            self.aloud = aloud = SpokenAnswer() if is_talk else self.aloud
+            aloud = SpokenAnswer()
+            self.aloud = aloud if is_talk else self.aloud
             try:
                 yield from self._answer(exchange, text, files)
             finally:
-                if aloud is not None:
-                    aloud.end(exchange.answer)
+                aloud.end(exchange.answer)
         finally:
             self.active = None
             self._release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +47,10 @@ from oscar_mm.tool_parsers.parser import Piece
 
 if TYPE_CHECKING:
     from oscar_mm.apps.serve.service import Service
+
+
+_MAX_TOOLS = 1 << 18
+"""Maximum number of characters of a session's tools as JSON."""
 
 
 @dataclass(eq=False)
@@ -100,6 +105,7 @@ class RealtimeResponses:
 
     Attributes:
         active: the answer that was asked for and has not ended; None if there is none.
+        tools: tools that answers may call, unless they make a choice of their own.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class RealtimeResponses:
         self._service, self._client, self._tasks = service, client, tasks
         self._items, self._settings = items, settings
         self.active: Response | None = None
+        self.tools: ToolOffer | None = None
 
     def check_modalities(self, wanted: Sequence[str], field: str) -> None:
         """Refuse speech of a model that does not speak.
@@ -127,8 +134,18 @@ class RealtimeResponses:
                 field,
             )
 
-    def ask(self, fields: ResponseFields, event: ResponseCreate | None = None) -> None:
+    def ask(
+        self,
+        fields: ResponseFields,
+        event: ResponseCreate | None = None,
+        tools: ToolOffer | None = None,
+    ) -> None:
         """Ask for an answer, after all that was sent before.
+
+        Args:
+            fields: settings of the answer.
+            event: event that asks for it; None if none does.
+            tools: see ``offer``; None for those of the session.
 
         Raises:
             Refusal: if another answer is active.
@@ -148,17 +165,20 @@ class RealtimeResponses:
         loop = asyncio.get_running_loop()
         entry = Entry(message_item(new_id(), "assistant", [], "in_progress"))
         cut, done = loop.create_future(), loop.create_future()
-        self.active = Response(fields, "audio" in wanted, self._offer(fields), entry, cut, done)
+        offer = self.tools if tools is None else tools
+        self.active = Response(fields, "audio" in wanted, offer, entry, cut, done)
         self._tasks.do(partial(self._answer, self.active), event)
 
-    def _offer(self, fields: ResponseFields) -> ToolOffer | None:
-        """Return the session's tools with the choice of an answer."""
-        tools, choice = self._settings["tools"], self._settings["tool_choice"]
-        if (own := fields.tool_choice) is not None:
-            if own != choice and tools and "none" in (own, choice):
-                raise FieldError('"none" is set by session.update', "response.tool_choice")
-            choice = own
-        return offer_of(self._items.chat.pipe, tools, choice, "response")
+    def offer(self, choice: ToolChoice) -> ToolOffer | None:
+        """Return the session's tools with the choice of an answer.
+
+        Raises:
+            FieldError: if the choice is not supported.
+        """
+        tools, usual = self._settings["tools"], self._settings["tool_choice"]
+        if choice != usual and tools and "none" in (choice, usual):
+            raise FieldError('"none" is set by session.update', "response.tool_choice")
+        return offer_of(self._items.chat.pipe, tools, choice, "response.tool_choice")
 
     def cancel(self, event: ResponseCancel) -> None:
         """End the active answer.
@@ -424,11 +444,15 @@ def offer_of(
     Args:
         pipe: pipeline that answers.
         tools, choice: as in the API.
-        place: "session" or "response", for errors.
+        place: the API's name for what is wrong with the tools together.
 
     Raises:
-        FieldError: if they are not supported.
+        FieldError: if they are not supported, or too long.
     """
+    if (length := len(json.dumps(tools))) > _MAX_TOOLS:
+        raise FieldError(
+            f"have {length:,} characters: send at most {_MAX_TOOLS:,}", "session.tools"
+        )
     functions = [function_tool(tool, f"session.tools[{at}]") for at, tool in enumerate(tools)]
     try:
         return pipe.offer(functions, named_choice(choice))

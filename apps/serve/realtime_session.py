@@ -165,7 +165,7 @@ class RealtimeSession:
             case ItemTruncate():
                 self._begin_truncating(event)
             case ResponseCreate():
-                self._ask(event)
+                await self._ask(event)
             case ResponseCancel():
                 self._responses.cancel(event)
 
@@ -191,6 +191,7 @@ class RealtimeSession:
             await self._tasks.in_thread(partial(self._pipe.check_text, "instructions", text))
         detection, said = self._detection, self._settings["instructions"]
         self._settings.update(new)
+        self._responses.tools = offer
         if not self._is_begun:
             self._items.chat.tools = offer
         self._transcriber.use(sound["transcription"])
@@ -209,7 +210,7 @@ class RealtimeSession:
                 "can only change before the conversation begins: begin a new session",
                 "session.tools",
             )
-        return offer_of(self._pipe, tools, choice, "session")
+        return offer_of(self._pipe, tools, choice, "session.tools")
 
     @property
     def _is_begun(self) -> bool:
@@ -234,14 +235,17 @@ class RealtimeSession:
         if self._responses.active is None and not self._sound.uncommitted:
             self._responses.ask(ResponseFields())
 
-    def _ask(self, event: ResponseCreate) -> None:
+    async def _ask(self, event: ResponseCreate) -> None:
         if self._sound.uncommitted and self._responses.active is None:
             raise Refusal(
                 400,
                 "the input audio buffer is not committed: commit or clear it first",
                 code="input_audio_buffer_not_committed",
             )
-        self._responses.ask(event.response or ResponseFields(), event)
+        fields, tools = event.response or ResponseFields(), None
+        if (choice := fields.tool_choice) is not None:
+            tools = await self._tasks.in_thread(partial(self._responses.offer, choice))
+        self._responses.ask(fields, event, tools)
 
     def _begin_truncating(self, event: ItemTruncate) -> None:
         entry = self._items.find(event.item_id)

@@ -571,6 +571,10 @@ FAULTS: list[tuple[str | bytes, str]] = [
     ),
     ('{"type": "session.update", "session": {"tools": [{}]}}', "session.tools[0]: only tools of"),
     (
+        json.dumps({"type": "session.update", "session": {"tools": [{"x": "y" * 300_000}]}}),
+        "262,144",
+    ),
+    (
         '{"type": "session.update", "session": {"tools": [{"type": "function", "name": "find"}]}}',
         "does not support tools",
     ),
@@ -905,8 +909,10 @@ def test_a_model_that_does_not_hear_reads_texts(qwen3_vl_folder: Path) -> None:
     limits = ServerLimits(api_key=KEY, max_new_tokens=4)
 
     async def talk(one: Talk) -> None:
+        await show(one, png(), "Look.")
         await ask(one, "What is it?")
-        assert (await one.until("response.done")).response.output[0].content[0].text
+        done = (await one.until("response.done")).response
+        assert done.output[0].content[0].text and done.usage.input_token_details.image_tokens == 6
         await one.say(sound(0.2))
         assert "does not support audio" in (await one.until("error")).error.message
 
