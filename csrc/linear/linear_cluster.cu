@@ -31,7 +31,7 @@
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
 #include "common/wgmma.cuh"
-#include "linear/matrices.cuh"
+#include "linear/grain.cuh"
 
 constexpr int TILE = 64;   // rows of W
 constexpr int PANEL = 64;  // elements of a row of x in shared memory
@@ -62,22 +62,6 @@ struct Params {
   int step;          // grains of a sweep, at most OUTPUTS / GRAIN
   int depth;         // stages, more than GRANTS
   int unused[11];
-};
-
-// Outputs of one matrix whose weights are copied together.
-struct Grain {
-  int matrix = 0, row;  // of the first output
-  int output;           // index of the first among all outputs
-
-  __device__ __forceinline__ Grain(const Matrices& matrices, int grain)
-      : row(grain * GRAIN), output(row) {
-    if (GATED) return;
-#pragma unroll
-    for (int i = 0; i < MATRICES - 1; ++i) {
-      const int rows = (matrices.outputs[i] + GRAIN - 1) / GRAIN * GRAIN;
-      if (matrix == i && row >= rows) row -= rows, output += matrices.outputs[i] - rows, ++matrix;
-    }
-  }
 };
 
 // Iteration of a thread block over its sweeps.

@@ -21,13 +21,11 @@
 // for the groups and releases the second launch only then, so that the second can read them at once
 // and request weights before the first has ended.
 //
-// RESIDENT: one or two rows of x are normalized and converted once, and stay in shared memory.
-//
 // Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
 // (matrices.cuh), GROUP_COLUMNS (INT4: columns of a group: 32, 64, or 128 for larger groups too),
-// GROUPED, RESIDENT (with FP8 and INT4, not GROUPED), CONSUMERS and PRODUCERS (warps), TILE (16, 32
-// or 64), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32, or of 128 with FP8 and
-// INT4), USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
+// GROUPED, CONSUMERS and PRODUCERS (warps), TILE (16, 32 or 64), SWEEP (maximum rows of W), SPAN
+// (elements, a multiple of 32, or of 128 with FP8 and INT4), USE_TMA (always 1: without bulk
+// copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
 #include "common/factors.cuh"
@@ -46,10 +44,8 @@ constexpr int GROUPS = WEIGHT_BITS == 4 && GROUP_COLUMNS == 32 ? 2 : 1;  // of a
 constexpr int FRAGMENT = 16;           // rows of W
 constexpr int RECORD = TILE + 4;       // floats between columns of a tile's sums: no bank conflicts
 constexpr int MAX_DEPTH = 16;
-constexpr int X_ROWS = RESIDENT ? 0 : COLUMNS;     // of x in a stage
-constexpr int MOST_ROWS = RESIDENT ? 2 : COLUMNS;  // of x
-constexpr int ITEMS = (SWEEP / SIDES * MOST_ROWS + CONSUMING - 1) / CONSUMING;
-constexpr int PARTIALS = CONSUMERS * MOST_ROWS * RECORD;  // floats
+constexpr int ITEMS = (SWEEP / SIDES * COLUMNS + CONSUMING - 1) / CONSUMING;
+constexpr int PARTIALS = CONSUMERS * COLUMNS * RECORD;  // floats
 static_assert(SWEEP <= PRODUCERS * 32 && COLUMNS <= PRODUCERS * 32, "a producers' lane has a row");
 static_assert(SWEEP % TILE == 0 && SWEEP / TILE <= CONSUMERS, "a consumer has a tile");
 static_assert(SPAN % UNIT == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fragments");
@@ -65,8 +61,6 @@ struct Params {
   int rows;            // at most COLUMNS; unless GROUPED
   int step;            // outputs of a sweep, at most SWEEP / SIDES
   int depth;           // stages, at most MAX_DEPTH
-  const ELEMENT* norm; // RESIDENT: (width) weight of the RMSNorm; null: x is not normalized
-  float epsilon;       // of the norm
 };
 
 // Rows of W in a stage, for the fragments of `outputs`.
@@ -148,7 +142,7 @@ struct Ring {
   }
 
   __device__ __forceinline__ int stage_bytes() const {
-    return x_row * STRIDE + X_ROWS * X_STRIDE;
+    return x_row * STRIDE + COLUMNS * X_STRIDE;
   }
 
   __device__ __forceinline__ void next() {
@@ -233,13 +227,11 @@ struct Producer {
   __device__ __forceinline__ void request_weights(const Ring& ring) const {
     const uint32_t bytes = weight_bytes(elements()), x_bytes = elements() * sizeof(ELEMENT);
     uint64_t* full = &ring.full[ring.slot];
-    copy_begin(full,
-               sweep.outputs() * SIDES * bytes + (RESIDENT ? 0 : sweep.group.rows * x_bytes), row);
+    copy_begin(full, sweep.outputs() * SIDES * bytes + sweep.group.rows * x_bytes, row);
     copy_rows<true, STRIDE>(ring.stage(), weights, weight_bytes(start), bytes, full);
   }
 
   __device__ __forceinline__ void request_x(const Ring& ring) const {
-    if (RESIDENT) return;
     uint64_t* full = &ring.full[ring.slot];
     copy_rows<false, X_STRIDE>(ring.stage() + ring.x_row * STRIDE, x, start * sizeof(ELEMENT),
                                elements() * sizeof(ELEMENT), full);
@@ -255,7 +247,7 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
   for (; stages < params.depth && ahead.more(); ++stages, ahead.next(), ring.next())
     ahead.request_weights(ring);
   let_next_begin();
-  if (!RESIDENT) wait_for_previous();
+  wait_for_previous();
 #pragma unroll 1
   for (; stages > 0; --stages, behind.next(), requested.next()) behind.request_x(requested);
   // A slot's first stage is consumed in the phase of parity 0.
@@ -366,104 +358,6 @@ __device__ __forceinline__ void to_factors(uint32_t (&x)[UNIT / 8], float (&undo
     undo[i] = __shfl_sync(~0u, conversion.undo(), lane % 4 * 8 + i * 4);
 }
 
-#if RESIDENT
-// All rows of x as factors, in shared memory.
-struct Resident {
-  static constexpr int CHUNK = 128;  // elements that a warp converts at a time
-  uint8_t* rows;
-  int stride;     // bytes between rows: no bank conflicts
-  float* undo;    // (rows, width / UNIT)
-  ELEMENT* norm;  // (width) weight of the norm
-
-  __device__ __forceinline__ Resident(uint8_t* memory, const Params& params)
-      : rows(memory), stride(params.matrices.width * 2 + 256 / WEIGHT_BITS) {
-    norm = reinterpret_cast<ELEMENT*>(rows + params.rows * stride);
-    undo = reinterpret_cast<float*>(norm + (params.norm != nullptr ? params.matrices.width : 0));
-  }
-
-  // Load the norm's weight, which may be done before x is there.
-  __device__ __forceinline__ void load_norm(const Params& params) const {
-    if (params.norm == nullptr) return;
-    for (int i = threadIdx.x; i < params.matrices.width / 8; i += CONSUMING)
-      *reinterpret_cast<uint4*>(norm + i * 8) = load16(params.norm + i * 8);
-  }
-
-  // Load x, normalize it and make factors of it; called by all consumers. It is not copied like
-  // the weights, behind which it would arrive.
-  __device__ __forceinline__ void take(const Params& params, float (&sums)[2][CONSUMERS]) const {
-    constexpr int AT_ONCE = 6;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = params.matrices.width;
-    const int count = params.rows * width;
-    float squares[2] = {};
-#pragma unroll 1
-    for (int start = warp * CHUNK; start < count; start += AT_ONCE * CONSUMERS * CHUNK) {
-      uint2 x[AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int at = start + i * CONSUMERS * CHUNK;
-        if (at < count) x[i] = reinterpret_cast<const uint2*>(params.x + at)[lane];
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int at = start + i * CONSUMERS * CHUNK;
-        if (at >= count) continue;
-        if (params.norm == nullptr) {
-          convert(x[i], at, width);
-          continue;
-        }
-        *place(at, width) = x[i];
-        const float sum = squared(x[i].x) + squared(x[i].y);
-        squares[0] += at < width ? sum : 0.0f;
-        squares[1] += at < width ? 0.0f : sum;
-      }
-    }
-    if (params.norm != nullptr) normalize(params, squares, sums);
-    wait_for_consumers();
-  }
-
-  // Normalize rows in shared memory and make factors of them, given this thread's sums of squares.
-  __device__ __forceinline__ void normalize(const Params& params, const float (&squares)[2],
-                                            float (&sums)[2][CONSUMERS]) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = params.matrices.width;
-    float scale[2] = {};
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float sum = warp_sum(squares[row]);
-      if (lane == 0) sums[row][warp] = sum;
-    }
-    wait_for_consumers();
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-#pragma unroll
-      for (int other = 0; other < CONSUMERS; ++other) scale[row] += sums[row][other];
-      scale[row] = rsqrtf(scale[row] / width + params.epsilon);
-    }
-#pragma unroll 4
-    for (int at = warp * CHUNK; at < params.rows * width; at += CONSUMERS * CHUNK) {
-      const uint2 x = *place(at, width);
-      const uint2 by = reinterpret_cast<const uint2*>(norm + at % width)[lane];
-      const float of_row = at < width ? scale[0] : scale[1];
-      convert({normed(x.x, by.x, of_row), normed(x.y, by.y, of_row)}, at, width);
-    }
-  }
-
-  // This lane's elements of the chunk at element `at` of all rows.
-  __device__ __forceinline__ uint2* place(int at, int width) const {
-    const int row = at >= width;
-    return reinterpret_cast<uint2*>(rows + row * stride + (at - row * width) * 2) +
-           threadIdx.x % 32;
-  }
-
-  __device__ __forceinline__ void convert(const uint2& x, int at, int width) const {
-    constexpr int LANES = UNIT / 4;
-    const int lane = threadIdx.x % 32;
-    const Conversion conversion = Conversion::of<LANES>(Conversion::larger(x.x, x.y));
-    *place(at, width) = {conversion.factors(x.x, false), conversion.factors(x.y, true)};
-    if (lane % LANES == 0) undo[at / UNIT + lane / LANES] = conversion.undo();
-  }
-};
-#endif
-
 // Load this lane's elements of a unit of eight rows of x.
 __device__ __forceinline__ void load_columns(uint32_t (&b)[UNIT / 8], uint32_t x) {
 #if WEIGHT_BITS == 4
@@ -524,7 +418,6 @@ __device__ __forceinline__ void multiply_step(float (&c)[COLUMNS / 8][4], const 
 
 // Add products of a unit of a tile's rows of W with all rows of x: of COUNT fragments of 16 rows,
 // or of the first `fragments` if there are fewer. Their products do not wait for each other.
-// RESIDENT: `of_rows` undoes the conversion of x.
 //
 // FP8: a lane's four bytes of W are elements 4 quad to 4 quad + 3 of its row, which take the places
 // of elements 2 quad, 2 quad + 1, 2 quad + 8 and 2 quad + 9. INT4: a lane's word is elements 8 quad
@@ -532,24 +425,18 @@ __device__ __forceinline__ void multiply_step(float (&c)[COLUMNS / 8][4], const 
 // products of 16. Elements of x are permuted alike.
 template <int COUNT = TILE / 16>
 __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows,
-                                         int fragments, const RowScales& scales, int lane,
-                                         float2 of_rows) {
+                                         int fragments, const RowScales& scales, int lane) {
   if constexpr (COUNT > 1)
     if (fragments < COUNT)
-      return multiply<COUNT - 1>(sums, weights, x, rows, fragments, scales, lane, of_rows);
+      return multiply<COUNT - 1>(sums, weights, x, rows, fragments, scales, lane);
   uint32_t b[COLUMNS / 8][UNIT / 8];
   float undo[COLUMNS / 8][2];
-#if RESIDENT
-  load_columns(b[0], x);
-  undo[0][0] = of_rows.x, undo[0][1] = of_rows.y;
-#else
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
     if (GROUPED && j * 8 >= rows) continue;
     load_columns(b[j], x + j * 8 * X_STRIDE);
     to_factors(b[j], undo[j], lane);
   }
-#endif
   uint4 codes[COUNT];
 #pragma unroll
   for (int group = 0; group < GROUPS; ++group) {
@@ -612,18 +499,11 @@ __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t 
 }
 #endif
 
-// partials: (CONSUMERS, MOST_ROWS, RECORD), sums of a tile over a part of the width; RESIDENT: two
-// of them, which sweeps use in turn.
+// partials: (CONSUMERS, COLUMNS, RECORD), sums of a tile over a part of the width.
 __device__ __forceinline__ void consume(const Params& params, Ring ring, float* partials) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const Matrices& matrices = params.matrices;
   let_next_begin();
-#if RESIDENT
-  int other_partials = PARTIALS;
-  __shared__ float squares[2][CONSUMERS];
-  const Resident resident(ring.memory + ring.depth * ring.stage_bytes(), params);
-  resident.load_norm(params);
-#endif
 #if WEIGHT_BITS == 16 || GROUPED
   wait_for_previous();
 #endif
@@ -633,15 +513,6 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
 #endif
 #if WEIGHT_BITS != 16 && !GROUPED
   wait_for_previous();
-#endif
-#if RESIDENT
-  resident.take(params, squares);
-  // This lane's columns beyond the rows are copies of the last row.
-  const uint32_t x_row = shared_address(resident.rows) +
-                         min(lane / 4, params.rows - 1) * resident.stride +
-                         lane % 4 * (64 / WEIGHT_BITS);
-  const float* const undo = resident.undo;
-  const int second = (params.rows - 1) * (matrices.width / UNIT);
 #endif
 #pragma unroll 1
   for (; sweep.more(); sweep.next()) {
@@ -690,13 +561,7 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
         const int k = next - start;
         next += parts * UNIT;
         ahead.request(min(next, matrices.width - UNIT));
-#if RESIDENT
-        const int unit = (start + k) / UNIT;
-        multiply(sums, weights + weight_bytes(k), x_row + (start + k) * 2, rows, fragments, scales,
-                 lane, {undo[unit], undo[second + unit]});
-#else
-        multiply(sums, weights + weight_bytes(k), x + k * 2, rows, fragments, scales, lane, {});
-#endif
+        multiply(sums, weights + weight_bytes(k), x + k * 2, rows, fragments, scales, lane);
       }
 #endif
       __syncwarp();
@@ -710,35 +575,30 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
     if (following.more()) ahead = RowScales(matrices, following);
 #endif
     const int group = lane / 4, quad = lane % 4;
-    float* partial = partials + (warp * MOST_ROWS + 2 * quad) * RECORD + group;
+    float* partial = partials + (warp * COLUMNS + 2 * quad) * RECORD + group;
 #pragma unroll
     for (int i = 0; i < TILE / 16; ++i)
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          if (!RESIDENT || quad == 0)
-            partial[(j * 8 + k % 2) * RECORD + i * 16 + k / 2 * 8] = sums[i][j][k];
+          partial[(j * 8 + k % 2) * RECORD + i * 16 + k / 2 * 8] = sums[i][j][k];
     wait_for_consumers();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int item = thread + i * CONSUMING, column = item / outputs, which = item % outputs;
       if (column >= rows) continue;
       const int row = stage_row(which);
-      const float* sum = partials + (row / TILE * MOST_ROWS + column) * RECORD + row % TILE;
+      const float* sum = partials + (row / TILE * COLUMNS + column) * RECORD + row % TILE;
       float products[SIDES] = {};
 #pragma unroll 4
-      for (int other = 0; other < parts; ++other, sum += tiles * MOST_ROWS * RECORD)
+      for (int other = 0; other < parts; ++other, sum += tiles * COLUMNS * RECORD)
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) products[side] += sum[side * 8];
       const int64_t place = sweep.group.first + column;
       finish(matrices, place * matrices.total + output + which, products, bias[i], residual[i]);
     }
-#if RESIDENT
-    partials += other_partials, other_partials = -other_partials;
-#else
     wait_for_consumers();
-#endif
   }
 }
 
@@ -754,7 +614,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   float* partials = reinterpret_cast<float*>(memory);
-  uint8_t* stages = memory + (RESIDENT ? 2 : 1) * PARTIALS * sizeof(float);
+  uint8_t* stages = memory + PARTIALS * sizeof(float);
   const Ring ring{stages, full, empty, stage_rows(params.step), params.depth};
   if (GROUPED && GATED) wait_for_previous();
   if (thread < CONSUMING)

@@ -3,10 +3,10 @@ decoder layer.
 
 y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
 
-There is a kernel for a few rows, csrc/linear/linear.cu, and one for more, linear_rows.cu, which
-also multiplies a few rows by quantized weights; on Hopper GPUs, linear_cluster.cu takes its place,
-up to 128 rows. rms_norm.cu precedes the latter two for the norm. All read the weights once, and
-begin before the preceding kernel has ended.
+There is a kernel for a few rows, csrc/linear/linear.cu, or with quantized weights linear_few.cu,
+and one for more, linear_rows.cu; on Hopper GPUs, linear_cluster.cu takes its place, up to 128 rows.
+rms_norm.cu precedes the latter two for the norm. All read the weights once, and begin before the
+preceding kernel has ended.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from oscar_mm.fast_decode.linear_cluster import (
     LinearClusterKernel,
     takes_in_cluster,
 )
+from oscar_mm.fast_decode.linear_few import MAX_FEW_ROWS, FewSpecialization, LinearFewKernel
 from oscar_mm.fast_decode.linear_params import (
     LARGEST_GROUP,
     MAX_MATRICES,
@@ -113,11 +114,10 @@ def linear(
 
 def kernel_for(
     arguments: LinearArguments,
-) -> LinearKernel | LinearRowsKernel | LinearClusterKernel | None:
+) -> LinearKernel | LinearFewKernel | LinearRowsKernel | LinearClusterKernel | None:
     """Return the kernel to use; None if PyTorch operations must be used."""
-    x, has_norm = arguments.x, arguments.norm is not None
-    width = x.shape[1]
-    if not x.is_cuda or x.dtype not in ELEMENTS or width % AT_ONCE:
+    x = arguments.x
+    if not x.is_cuda or x.dtype not in ELEMENTS or x.shape[1] % AT_ONCE:
         return None
     if arguments.scales and not _has_kernel_format(arguments):
         return None
@@ -125,7 +125,7 @@ def kernel_for(
     if arguments.gated and any(bias is not None for bias in arguments.biases):
         return None
     for kernel in _kernels(arguments):
-        if kernel is not None and kernel.takes(width, has_norm) and in_rows(x, *arguments.weights):
+        if kernel is not None and kernel.takes(arguments) and in_rows(x, *arguments.weights):
             return kernel
     return None
 
@@ -146,7 +146,7 @@ def _has_kernel_format(arguments: LinearArguments) -> bool:
 
 def _kernels(
     arguments: LinearArguments,
-) -> Iterator[LinearKernel | LinearRowsKernel | LinearClusterKernel | None]:
+) -> Iterator[LinearKernel | LinearFewKernel | LinearRowsKernel | LinearClusterKernel | None]:
     """Yield candidate kernels, fastest first."""
     x, gated, bits = arguments.x, arguments.gated, arguments.weight_bits
     rows, dtype, device = len(x), x.dtype, x.device
@@ -155,15 +155,14 @@ def _kernels(
             yield LinearKernel.of(Specialization(rows, gated, dtype, centered=True), device)
         return
     weights = WeightFormat.of(arguments)
+    if bits != 16 and rows <= MAX_FEW_ROWS and uses_tma(device):
+        yield LinearFewKernel.of(FewSpecialization(rows, gated, dtype, weights), device)
     few = FEW_ROWS if bits == 16 else _FRAGMENT  # Quantized: ``_FEW_ROW_TILINGS``.
     if few < rows and takes_in_cluster(rows, weights) and uses_wgmma(device):
         wide = ClusterSpecialization.of(rows, gated, dtype, weights)
         yield LinearClusterKernel.of(wide, device)
     if (rows > FEW_ROWS or bits != 16) and rows <= MAX_COLUMNS and uses_tma(device):
-        made = RowsSpecialization.of(rows, gated, dtype, weights)
-        yield LinearRowsKernel.of(made, device)
-        if made.resident:  # Very wide rows do not fit.
-            yield LinearRowsKernel.of(made._replace(resident=False), device)
+        yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype, weights), device)
     if rows <= MAX_ROWS and bits != 4:
         yield LinearKernel.of(Specialization(rows, gated, dtype, bits), device)
 
@@ -215,8 +214,9 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         self._kernel = self._load("linear/linear.cu", macros)
         self._blocks, self._min_shared = multiprocessors(device), exclusive_shared_bytes(device)
 
-    def takes(self, width: int, norm: bool) -> bool:
-        """Return whether rows of this width fit in the kernel's shared memory."""
+    def takes(self, arguments: LinearArguments) -> bool:
+        """Return whether x fits in the kernel's shared memory."""
+        width, norm = arguments.x.shape[1], arguments.norm is not None
         return self._shared_bytes(width, norm) <= self._kernel.shared_limit
 
     def _shared_bytes(self, width: int, norm: bool) -> int:
@@ -260,8 +260,6 @@ class RowsParams(ctypes.Structure):
         ("matrices", Matrices),
         *pointers("groups", "count", "rows_of"),
         *ints("rows", "step", "depth"),
-        *pointers("norm"),
-        ("epsilon", ctypes.c_float),
     )
 
 
@@ -275,8 +273,6 @@ class RowsSpecialization(NamedTuple):
     grouped: bool = False
     """Whether each group of rows has its own matrices; ``columns`` is then the size of a group."""
     weights: WeightFormat = UNQUANTIZED
-    resident: bool = False
-    """Whether rows of x, at most ``FEW_ROWS``, are normalized and stay in shared memory."""
 
     @classmethod
     def of(
@@ -287,16 +283,7 @@ class RowsSpecialization(NamedTuple):
         weights: WeightFormat = UNQUANTIZED,
     ) -> RowsSpecialization:
         """Return the specialization for this number of rows of x."""
-        resident = rows <= FEW_ROWS and weights.weight_bits != 16
-        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype, False, weights, resident)
-
-    def resident_bytes(self, rows: int, width: int, norm: bool) -> int:
-        """Return the shared memory of rows of x that stay, and of the norm's weight, which depends
-        on the width of the rows."""
-        if not self.resident:
-            return 0
-        pad, undo = 256 // self.weights.weight_bits, _FLOAT * width // self.unit
-        return rows * (2 * width + pad + undo) + 2 * norm * width
+        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype, False, weights)
 
     @property
     def unit(self) -> int:
@@ -314,7 +301,7 @@ class RowsSpecialization(NamedTuple):
         """
         bits = self.weights.weight_bits
         weights, x = span * bits // 8 + 16, span * 2 + 256 // bits
-        return weight_rows * weights + (0 if self.resident else self.columns * x)
+        return weight_rows * weights + self.columns * x
 
 
 class Launch(NamedTuple):
@@ -370,21 +357,14 @@ class Tiling(NamedTuple):
         weight_rows = -(-step // _FRAGMENT) * 2 * _FRAGMENT if specialization.gated else step
         weight_rows = -(-weight_rows // 16) * 16
         stage = specialization.stage_bytes(weight_rows, self.span)
-        columns = 2 * FEW_ROWS if specialization.resident else specialization.columns
-        partials = self.consumers * columns * (self.tile + 4) * _FLOAT
+        partials = self.consumers * specialization.columns * (self.tile + 4) * _FLOAT
         depth = min(MAX_DEPTH, (limit - partials) // stage)
         return Launch(step, depth, partials + depth * stage)
 
 
-_FEW_ROW_TILINGS = {
-    (8, True): Tiling(8, 4, 64, 64, 512),
-    (8, False): Tiling(12, 4, 64, 64, 1024),
-    (4, True): Tiling(16, 4, 32, 128, 1024),
-    (4, False): Tiling(8, 4, 64, 64, 2048),
-}
-"""The fastest tilings for up to 8 rows, by bits of a weight and whether x is resident. With 8 rows,
-``linear_cluster`` takes a third longer; with 16 rows it is as fast in FP8, and takes a tenth less
-time in INT4 (H200)."""
+_FEW_ROW_TILINGS = {8: Tiling(12, 4, 64, 64, 1024), 4: Tiling(8, 4, 64, 64, 2048)}
+"""The fastest tilings for up to 8 rows, by bits of a weight. With 8 rows, ``linear_cluster`` takes
+a third longer; with 16 rows it is as fast in FP8, and takes a tenth less time in INT4 (H200)."""
 
 
 def tiling_for(shared_bytes: int, specialization: RowsSpecialization | None = None) -> Tiling:
@@ -400,7 +380,7 @@ def tiling_for(shared_bytes: int, specialization: RowsSpecialization | None = No
         return tiling
     bits, columns = specialization.weights.weight_bits, specialization.columns
     if large and columns == _FRAGMENT:
-        return _FEW_ROW_TILINGS[bits, specialization.resident]
+        return _FEW_ROW_TILINGS[bits]
     # A warp converts x for all rows of its tile, which with more columns take too many registers.
     tile = 32 if columns < MAX_COLUMNS else 16
     return tiling._replace(tile=tile, span=tiling.span * 8 // bits)
@@ -419,38 +399,31 @@ class LinearRowsKernel(
         self._norm = self._load(NORM_SOURCE, norm_macros(specialization.dtype))
         self._blocks = multiprocessors(device)
 
-    def takes(self, width: int, norm: bool) -> bool:
-        """Return whether the kernel supports rows of this width."""
-        fits = self._cut(self.tiling.sweep * self._blocks, FEW_ROWS, width, norm).depth >= 2
+    def takes(self, arguments: LinearArguments) -> bool:
+        """Return whether the kernel supports the width of x."""
+        width, norm = arguments.x.shape[1], arguments.norm is not None
+        fits = self._cut(self.tiling.sweep * self._blocks).depth >= 2
         unit = 32 if self.specialization.weights.weight_bits == 16 else LARGEST_GROUP
         return fits and width % unit == 0 and not (norm and width > WIDEST_NORM)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
         """Launch the kernels; no bias is added if the product is gated."""
         x, stream, output = arguments.x, current_stream(arguments.x.device), arguments.result()
-        norm, resident = arguments.norm, self.specialization.resident
-        if norm is not None and not resident:
-            x, norm = normalized(self._norm, x, norm, arguments.epsilon, stream), None
-        cut = self._cut(output.shape[1], len(x), x.shape[1], norm is not None)
-        step, depth, shared_bytes = cut
+        if arguments.norm is not None:
+            x = normalized(self._norm, x, arguments.norm, arguments.epsilon, stream)
+        step, depth, shared_bytes = self._cut(output.shape[1])
         params = RowsParams(
             *addresses(x),
             Matrices.of(arguments, output),
             *(None, None, None, len(x), step, depth),
-            *addresses(norm),
-            arguments.epsilon,
         )
         grid, block = (self._blocks, 1, 1), (self.tiling.threads, 1, 1)
         self._kernel.launch(grid, block, shared_bytes, params, stream, dependent=True)
         return output
 
-    def _cut(self, total: int, rows: int, width: int, norm: bool) -> Launch:
-        outputs, limit = -(-total // self._blocks), self._kernel.shared_limit
-        resident = self.specialization.resident_bytes(rows, width, norm)
-        step, depth, shared_bytes = self.tiling.launch(
-            self.specialization, outputs, limit - resident
-        )
-        return Launch(step, depth, shared_bytes + resident)
+    def _cut(self, total: int) -> Launch:
+        outputs = -(-total // self._blocks)
+        return self.tiling.launch(self.specialization, outputs, self._kernel.shared_limit)
 
     @staticmethod
     def disagreement(
@@ -458,14 +431,13 @@ class LinearRowsKernel(
     ) -> float:
         """Return the worst error over full and partial fragments, one and two sweeps, and one
         partial and many stages."""
-        columns, gated, dtype, _, weights, resident = specialization
-        rows = FEW_ROWS if resident else columns
+        columns, gated, dtype, _, weights = specialization
         many = kernel.tiling.sweep * multiprocessors(device) // 2 + 700
         more = 64 if weights.weight_bits == 16 else LARGEST_GROUP
         problems = (
-            (1 if resident else columns - 3, 256, (5, 5)),
-            (rows, 4096 + more, (3000, 3000) if gated else (3000, 7, 31, 5)),
-            (rows - 1, 256, (many, many)),
+            (columns - 3, 256, (5, 5)),
+            (columns, 4096 + more, (3000, 3000) if gated else (3000, 7, 31, 5)),
+            (columns - 1, 256, (many, many)),
         )
         return worst_error(kernel, gated, dtype, device, problems, weights)
 

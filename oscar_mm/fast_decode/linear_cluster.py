@@ -210,8 +210,9 @@ class LinearClusterKernel(
         ]
         self._norm = self._load(NORM_SOURCE, norm_macros(specialization.dtype))
 
-    def takes(self, width: int, norm: bool) -> bool:
-        """Return whether the kernel supports rows of this width."""
+    def takes(self, arguments: LinearArguments) -> bool:
+        """Return whether the kernel supports the width of x."""
+        width, norm = arguments.x.shape[1], arguments.norm is not None
         return width % 16 == 0 and not (norm and width > WIDEST_NORM)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:

@@ -148,6 +148,7 @@ def worst_error(
     problems: Iterable[tuple[int, int, tuple[int, ...]]],
     weights: WeightFormat = UNQUANTIZED,
     centered: bool = False,
+    whole_rows: bool = True,
 ) -> float:
     """Return a kernel's largest relative error over all rows, with and without norm, bias and
     residual.
@@ -159,9 +160,9 @@ def worst_error(
     Args:
         kernel: kernel for x and weights of ``dtype``.
         problems: number of rows, width, and number of outputs of each weight matrix.
-        weights: format of the weights. FP8 has scales of blocks and of rows; INT4 in its largest
-            groups also has groups of whole rows.
+        weights: format of the weights. FP8 has scales of blocks and of rows.
         centered: see ``LinearArguments``.
+        whole_rows: whether INT4 in its largest groups also has groups of whole rows.
     """
     random, errors = random_normal(dtype, device), []
     for rows, width, outputs in problems:
@@ -173,7 +174,8 @@ def worst_error(
             (False, ((), None, None)),
             (True, (biases, Norm(random(width), 1e-5), residual)),
         ):
-            parts = _quantized(exact, weights, by_row, random)
+            whole = whole_rows and by_row and weights.group_columns == LARGEST_GROUP
+            parts = _quantized(exact, weights, by_row, whole, random)
             arguments = LinearArguments.of(
                 x, parts[0], *around, gated, *parts[1:], centered=centered
             )
@@ -198,12 +200,14 @@ def _quantized(
     weights: Sequence[torch.Tensor],
     form: WeightFormat,
     by_row: bool,
+    whole: bool,
     random: Callable[..., torch.Tensor],
 ) -> tuple[Sequence[torch.Tensor], ...]:
     """Return weights, scales and zero points in a format, see ``worst_error``.
 
     Args:
-        by_row: whether FP8 has scales of rows, and INT4 in its largest groups groups of whole rows.
+        by_row: whether FP8 has scales of rows.
+        whole: whether INT4 has groups of whole rows.
         random: function that returns random numbers of a shape.
     """
 
@@ -213,7 +217,6 @@ def _quantized(
 
     if form.weight_bits == 16:
         return (weights,)
-    whole = by_row and form.group_columns == LARGEST_GROUP
     codes, scales, zeros = zip(*(form.quantized(w, whole) for w in weights), strict=True)
     if form.weight_bits == 4:
         return codes, [varied(one).to(one) for one in scales], zeros

@@ -10,7 +10,7 @@ import torch
 from oscar_mm.kernels.compile import KernelError, not_installed
 
 PANEL_BYTES = 128
-"""Width of a box: rows of 128 bytes, swizzled in shared memory."""
+"""Width of a swizzled box, in bytes."""
 
 
 class TensorMap(ctypes.Structure):
@@ -19,22 +19,39 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
-def tensor_map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
+def tensor_map(
+    matrix: torch.Tensor, box_rows: int, row_bytes: int = PANEL_BYTES, swizzled: bool = True
+) -> TensorMap:
     """Return the map of a contiguous matrix of 16-bit elements, FP8 codes or INT4 words, for boxes
-    of box_rows times PANEL_BYTES.
+    of box_rows times row_bytes.
 
     Elements of a box beyond the matrix are zeros.
+
+    Args:
+        matrix: (rows, width); rows are multiples of 16 bytes.
+        box_rows: rows of a box, at most 256.
+        row_bytes: bytes of a box's rows, at most 256 elements.
+        swizzled: whether chunks of 16 bytes are swizzled in shared memory, for wgmma.
 
     Raises:
         KernelError: if the driver does not encode it; rows must be multiples of 16 bytes.
     """
     rows, width = matrix.shape
-    return _encoded(matrix.data_ptr(), rows, width, matrix.dtype, box_rows)
+    box = box_rows, row_bytes, swizzled
+    return _encoded(matrix.data_ptr(), rows, width, matrix.dtype, *box)
 
 
 # Maps depend on nothing but these arguments. Encoding one takes as long as a launch.
 @lru_cache(maxsize=4096)
-def _encoded(address: int, rows: int, width: int, dtype: torch.dtype, box_rows: int) -> TensorMap:
+def _encoded(
+    address: int,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    box_rows: int,
+    row_bytes: int,
+    swizzled: bool,
+) -> TensorMap:
     try:
         # This is a compiled module without stubs.
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
@@ -47,12 +64,13 @@ def _encoded(address: int, rows: int, width: int, dtype: torch.dtype, box_rows: 
         torch.float8_e4m3fn: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         torch.int32: kinds.CU_TENSOR_MAP_DATA_TYPE_INT32,
     }[dtype]
+    swizzles = driver.CUtensorMapSwizzle
     status, found = driver.cuTensorMapEncodeTiled(
         *(kind, 2, address),
         *([long(width), long(rows)], [long(dtype.itemsize * width)]),
-        *([short(PANEL_BYTES // dtype.itemsize), short(box_rows)], [short(1), short(1)]),
+        *([short(row_bytes // dtype.itemsize), short(box_rows)], [short(1), short(1)]),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
