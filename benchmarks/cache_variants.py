@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.states import StateShape, kinds_of_states
 from oscar_mm.compare.methods import BACKENDS, not_installed, stored_bytes
 from oscar_mm.fast_decode.graph_runner import GraphRunner, capture_cuda_graph
+from oscar_mm.fast_decode.row_adapters import AdaptedLinear, RowAdapters
 from oscar_mm.modality import Modality
 from oscar_mm.policy import Bits
 
@@ -53,7 +55,7 @@ class Decoder:
         axes: leading axes of the position ids.
         attentions: the attention modules, layer by layer.
         with_states: layer index -> type of each layer that keeps a state instead.
-        resident: bytes of all weights, including the weights of towers.
+        resident: bytes of all weights, including those of towers and adapters.
     """
 
     def __init__(self, name: str, device: torch.device, *, tiny: bool) -> None:
@@ -69,14 +71,19 @@ class Decoder:
             module for module in self.model.get_decoder().modules() if hasattr(module, "k_proj")
         ]
         self.with_states = kinds_of_states(self.config)
-        self.resident = bench.facts["weights"]
+        self._adapter_bytes = sum(
+            module.down.nbytes + module.up.nbytes
+            for module in self.model.modules()
+            if isinstance(module, AdaptedLinear)
+        )
+        self.resident = bench.facts["weights"] + self._adapter_bytes
 
     def weights(self, rows: int) -> float:
         """Return the bytes of weights that a step of ``rows`` rows reads.
 
         For a mixture of experts, this counts the expected number of different experts.
         """
-        total = 0.0
+        total = float(self._adapter_bytes)
         for name, weight in self.model.named_parameters():
             if "embed_tokens" in name or any(tower in name for tower in _TOWERS):
                 continue
@@ -86,6 +93,11 @@ class Decoder:
                 share = 1 - (1 - self.config.num_experts_per_tok / most) ** rows
             total += share * weight.nbytes
         return total
+
+    def adapters(self, rows: int) -> list[str] | None:
+        """Return the adapter of each of ``rows`` rows, in turn; None if the model has none."""
+        own = RowAdapters.of(self.model)
+        return None if own is None else list(islice(cycle(own.digests), rows))
 
     @property
     def token_bytes(self) -> int:
@@ -307,7 +319,7 @@ class Oscar(CacheVariant):
         how = record if self.graph else None
         rows = cache.batch_size
         steps = GraphRunner(decoder.model, cache, rows, decoder.axes, decoder.device, how)
-        steps.place([cache.get_seq_length()] * rows)
+        steps.place([cache.get_seq_length()] * rows, decoder.adapters(rows))
         states = rows * decoder.state_bytes
         return FilledCache(
             *(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead),

@@ -43,6 +43,7 @@ import oscar_mm.pipelines
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.fast_decode.row_adapters import AdaptedLinear, RowAdapters
 from oscar_mm.modality import Modality
 from oscar_mm.models.released import RELEASED as SHAPES
 from oscar_mm.models.released import ReleasedModel
@@ -72,9 +73,11 @@ class Released(ReleasedModel):
 
     Attributes:
         weights: format that the decoder's weights are quantized to; None for 16 bits.
+        adapters: number of LoRA adapters, of which each row of a step has one.
     """
 
     weights: str | None = None
+    adapters: int = 0
 
     def with_positions(self, least: int) -> Released:
         """Return the same model with at least ``least`` positions.
@@ -177,7 +180,13 @@ RANDOM_MODELS = RELEASED | {
     for name in ("qwen3-vl-8b", "qwen3-vl-30b-a3b")
     for weights in ("fp8", "int4")
 }
-"""Released models, also with quantized weights."""
+RANDOM_MODELS |= {
+    f"qwen3-vl-8b-lora-{count}": replace(RELEASED["qwen3-vl-8b"], adapters=count)
+    for count in (1, 4)
+}
+"""Released models, also with quantized weights or adapters."""
+_RANK = 16
+"""Rank of adapters."""
 
 
 def build(
@@ -209,8 +218,11 @@ def build(
     # This initializes buffers such as RoPE frequencies, and sets weights to default values.
     model.initialize_weights()
     _fill(model, torch.Generator(device).manual_seed(seed))
+    part = family_of(released.family).text_part(model)
     if released.weights is not None:
-        quantize(model, family_of(released.family).text_part(model).get_decoder(), released.weights)
+        quantize(model, part.get_decoder(), released.weights)
+    if released.adapters:
+        _adapt(part, released.adapters)
     ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
     for part in {model, getattr(model, "thinker", model)}:
         part.generation_config = ends
@@ -240,6 +252,22 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
             inputs = weight.shape[-1] if ".experts." in name else weight[0].numel()
             center, std = 0.0, inputs**-0.5
         weight.normal_(center, std, generator=generator)
+
+
+@torch.no_grad()
+def _adapt(part: Any, count: int) -> None:
+    """Put random adapters around all projections of a decoder's layers."""
+    for path, module in list(part.get_decoder().named_modules()):
+        if path.endswith("_proj"):
+            weight, ranks = module.weight, count * _RANK
+            down = torch.randn(ranks, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            up = torch.randn(len(weight), ranks, dtype=weight.dtype, device=weight.device)
+            adapted = AdaptedLinear(module, down / weight.shape[1] ** 0.5, up / 10)
+            part.get_decoder().set_submodule(path, adapted)
+    idle = torch.ones(count + 1, count * _RANK, dtype=torch.bool)
+    for place in range(count):
+        idle[place + 1, place * _RANK : (place + 1) * _RANK] = False
+    RowAdapters({str(i): str(i) for i in range(count)}, idle.to(part.device)).attach(part)
 
 
 def _llava_next(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:

@@ -245,3 +245,22 @@ def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "m, compact, graph, 1 x 32,768 tokens: 1.32 floors, at most 1.3: NOT met" in printed
     assert sum("met" in line for line in printed) == 3
     assert "m, compact, graph, 1 x 32,768 tokens: peak 102.00 GB, report 100.00 GB" in printed[-1]
+
+
+def test_rows_have_adapters_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, variant = Decoder("qwen3-vl-8b-lora-4", torch.device("cpu"), tiny=True), "bf16-graph"
+    weights = sum(weight.nbytes for weight in decoder.model.parameters())
+    assert weights < decoder.resident < 2 * weights
+    decoder.model.set_attn_implementation({"text_config": VARIANTS[variant].attention})
+
+    def logits(names: list[str | None]) -> torch.Tensor:
+        monkeypatch.setattr(decoder, "adapters", lambda rows: names)
+        with torch.inference_mode():
+            cache = VARIANTS[variant].fill(decoder, 5, 20, 4)
+            return cache.step(torch.full((5,), 7), torch.zeros(5, dtype=torch.bool)).clone()
+
+    in_turn = decoder.adapters(5)
+    assert in_turn == ["0", "1", "2", "3", "0"]
+    without, one, all_rows = (logits(x) for x in ([None] * 5, [None, "1", *[None] * 3], in_turn))
+    assert (one != without).any(1).tolist() == [False, True, False, False, False]
+    assert (all_rows != without).any(1).all() and torch.equal(all_rows[1], one[1])
