@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
 
 from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
@@ -90,12 +89,7 @@ class Product(NamedTuple):
             around = {"norm": norm, "residual": residual, "scales": scales, "zeros": zeros}
             if self.low_rank is None or not self.low_rank.acts:
                 return linear(x, weights, biases, gated=gated, **around)
-            found = linear(x, weights, biases, **around)
-            self.low_rank.add_(found, x, norm)
-            if not gated:
-                return found
-            gate, up = found.chunk(2, 1)
-            return silu(gate).mul_(up)
+            return self.low_rank.product(x, weights, biases, gated=gated, **around)
         if self.ranks.rank == 0:
             found = linear(x, weights, biases, residual=residual)
         else:
