@@ -10,8 +10,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -304,19 +306,6 @@ class ModalityTable:
             self.starts += (0,) * len(pages)
             self.stops += (*(PAGE_TOKENS,) * full, in_new - full * PAGE_TOKENS)
 
-    def with_token(self, slot: int, *, packs: bool) -> ModalityTable:
-        """Return a copy with one more token, in a 16-bit slot.
-
-        Args:
-            packs: whether the first token in 16-bit precision moves to the last page.
-        """
-        twin = self.copy()
-        twin.slots.append(slot)
-        if packs:
-            del twin.slots[0]
-            twin.fill(1, [], 0)
-        return twin
-
     def drop_last(self, count: int) -> tuple[list[int], array[int]]:
         """Remove the last ``count`` tokens and return the ids of the pages and slots to release.
 
@@ -396,9 +385,54 @@ NOWHERE = 255
 _NOWHERE = bytes([NOWHERE])
 
 
-@dataclass(slots=True)
+class DeferredSteps(Protocol):
+    """Decode steps of a row that its ``SequenceTable`` does not include yet.
+
+    Attributes:
+        place: index of the row in ``oscar_mm.cache.steady_rows.SteadyRows``.
+    """
+
+    place: int
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Lock that is held while steps are added or the table takes them."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Number of steps, of one token each."""
+        ...
+
+    def after(self, steps: int) -> SequenceTable:
+        """Return the table with the first ``steps`` steps."""
+        ...
+
+    def end(self) -> SequenceTable:
+        """Return the table with all steps; no more of them follow."""
+        ...
+
+
+def _with_all_steps(field: str) -> Any:
+    """Return a property for a field, which first adds the steps that were deferred."""
+
+    def get(row: SequenceTable) -> Any:
+        row.settle()
+        return getattr(row, field)
+
+    def set_(row: SequenceTable, value: Any) -> None:
+        row.settle()
+        setattr(row, field, value)
+
+    return property(get, set_)
+
+
 class SequenceTable:
     """Block table of one row of the batch: its streams, and which stream each token is in.
+
+    While decode steps are planned for many rows at once (``SteadyRows``), the table lags behind.
+    Whatever reads or sets an attribute ends that, and finds all tokens in the table; ``peek`` does
+    not end it.
 
     Attributes:
         codes: stream code of every token.
@@ -406,12 +440,59 @@ class SequenceTable:
         stored: number of tokens in streams.
         spare: unused 16-bit slots that this sequence owns. If a token leaves the window in a
             decode step, its slot is kept here for later tokens.
+        deferred: steps that are not in the table yet; None if the table is complete.
     """
 
-    codes: bytearray = field(default_factory=bytearray)
-    streams: dict[int, ModalityTable] = field(default_factory=dict)
-    stored: int = 0
-    spare: list[int] = field(default_factory=list)
+    __slots__ = ("_codes", "_spare", "_stored", "_streams", "deferred")
+    codes: bytearray = _with_all_steps("_codes")
+    streams: dict[int, ModalityTable] = _with_all_steps("_streams")
+    stored: int = _with_all_steps("_stored")
+    spare: list[int] = _with_all_steps("_spare")
+
+    def __init__(
+        self,
+        codes: bytearray | None = None,
+        streams: dict[int, ModalityTable] | None = None,
+        stored: int = 0,
+        spare: list[int] | None = None,
+    ) -> None:
+        self.deferred: DeferredSteps | None = None
+        self._codes = bytearray() if codes is None else codes
+        self._streams = {} if streams is None else streams
+        self._stored, self._spare = stored, [] if spare is None else spare
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both tables have the same tokens in the same slots."""
+        return isinstance(other, SequenceTable) and all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("codes", "streams", "stored", "spare")
+        )
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def settle(self) -> None:
+        """Add the deferred steps to the table."""
+        if (deferred := self.deferred) is None:
+            return
+        with deferred.lock:
+            if self.deferred is not None:  # Another thread may have been first.
+                done = deferred.end()
+                self._codes, self._streams = done.codes, done.streams
+                self._stored, self._spare = done.stored, done.spare
+                self.deferred = None
+
+    def peek(self) -> SequenceTable:
+        """Return a table with all tokens, to be read only; steps may be deferred further."""
+        if (deferred := self.deferred) is None:
+            return self
+        with deferred.lock:
+            return self if self.deferred is None else deferred.after(deferred.count)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, padding included."""
+        deferred = self.deferred
+        return len(self._codes) + (0 if deferred is None else deferred.count)
 
     @property
     def in_16_bit(self) -> int:
@@ -433,11 +514,17 @@ class SequenceTable:
             bits: first and second page format.
         """
         pages, slots = array(INT32), array(INT32)
-        for stream in self.streams.values():
+        for stream in self._with_text_last():
             slots += stream.slots
             if stream.pages:
                 pages += stream.entries(SECOND if stream.bits == bits[1] else 0)
         return pages, slots
+
+    def _with_text_last(self) -> list[ModalityTable]:
+        """Return the streams; answers extend the last one."""
+        text = self.streams.get(Modality.TEXT)
+        others = [stream for stream in self.streams.values() if stream is not text]
+        return others if text is None else [*others, text]
 
     def since(self, first: int) -> SequenceTable:
         """Return a snapshot of the streams without the tokens before sequence index ``first``."""
@@ -449,12 +536,12 @@ class SequenceTable:
         return SequenceTable(self.codes, streams, stored)
 
     def before(self) -> SequenceTable:
-        """Return a snapshot of the streams.
+        """Return a snapshot of the streams and the spare slots.
 
         The codes are shared and may grow after the snapshot. A step replaces each stream that it
         changes with a changed copy.
         """
-        return SequenceTable(self.codes, self.streams.copy(), self.stored)
+        return SequenceTable(self.codes, self.streams.copy(), self.stored, self.spare.copy())
 
     def copy(self) -> SequenceTable:
         """Return a copy that shares all but the spare slots; the caller must add the owners."""
@@ -474,7 +561,7 @@ class SequenceTable:
             elif stream.bits == bits:
                 stream.pages = tuple(ids[page] for page in stream.pages)
         if bits == PLAIN:
-            self.spare = [ids[slot] for slot in self.spare]
+            self.spare[:] = [ids[slot] for slot in self.spare]
 
     def recent(self, window: int) -> bytes:
         """Return the stream codes of the last ``window`` stored tokens."""

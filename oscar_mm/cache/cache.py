@@ -473,7 +473,7 @@ class OscarCache(Cache):
     def real_tokens(self, count: int) -> torch.Tensor:
         """Return (batch, count) bool on the CPU: whether each of the last tokens is stored (neither
         padding nor forgotten)."""
-        rows = [sequence.real_tokens(count) for sequence in self.kv_manager.sequences]
+        rows = [sequence.real_tokens(count) for sequence in self.kv_manager.tables]
         return torch.from_numpy(np.stack(rows))
 
     @eager
@@ -492,7 +492,7 @@ class OscarCache(Cache):
         if self._is_linear(layer_idx):
             raise InputError(f"layer {layer_idx} has linear attention and so no keys and values")
         return self.layers[layer_idx].unpacked(
-            self.kv_manager.sequences, self.kv_manager.length, dtype
+            self.kv_manager.tables, self.kv_manager.length, dtype
         )
 
     def memory(self) -> MemoryReport:

@@ -20,7 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ from oscar_mm.cache.block_table import (
     SlotSet,
 )
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.cache.placement import SteadyRow, TokenPlacer, real_tokens
-from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.cache.placement import TokenPlacer, real_tokens
+from oscar_mm.cache.step_plan import SteadyStep, StepPlan
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.policy import PLAIN, Bits
@@ -167,15 +167,20 @@ class KVCacheManager:
         self.store.release(old)
 
     @property
+    def tables(self) -> list[SequenceTable]:
+        """The sequences, to be read only; unlike a look at ``sequences``, this changes no plan."""
+        return [sequence.peek() for sequence in self.sequences]
+
+    @property
     def length(self) -> int:
         """Number of tokens in each row, padding included; the same for all rows."""
-        return len(self.sequences[0].codes) if self.sequences else 0
+        return self.sequences[0].length if self.sequences else 0
 
     @property
     def stored_length(self) -> int:
         """Length without the padding at the end of all rows: steps of rows that had ended."""
-        length = self.length
-        while length and all(row.codes[length - 1] == NOWHERE for row in self.sequences):
+        length, tables = self.length, self.tables
+        while length and all(row.codes[length - 1] == NOWHERE for row in tables):
             length -= 1
         return length
 
@@ -198,14 +203,30 @@ class KVCacheManager:
         self.changes += 1
         if not self.sequences:
             self.sequences += [SequenceTable() for _ in range(len(modalities))]
-        if (
-            planned is not None
-            and isinstance(modalities, np.ndarray)
-            and planned.holds(modalities, self.sequences, version, self.allocators)
-        ):
-            return planned.take_place(modalities, self.sequences, self.allocators)
-        past = [sequence.before() for sequence in self.sequences]
-        step = TokenPlacer(self.policy, self.allocators).of(self.sequences, modalities)
+        with self.store.steady.lock:
+            if (
+                planned is not None
+                and isinstance(modalities, np.ndarray)
+                and planned.holds(modalities, self, version)
+            ):
+                return planned.take_place(modalities, self)
+            return self._placed(modalities)
+
+    def _placed(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
+        """Add new tokens that were not planned ahead."""
+        steady = None
+        if isinstance(modalities, np.ndarray) and modalities.shape[1] == 1:
+            # No row begins its steady steps here: single rows without graphs gain nothing.
+            steady = self.store.steady.plan(self.sequences, modalities[:, 0].tolist(), begins=False)
+        past = _PastRows.of(self.sequences, steady)
+        placer = TokenPlacer(self.policy, self.allocators)
+        rows = list(zip(self.sequences, modalities, strict=True))
+        for index in _others(self.sequences, steady):
+            placer.place(index, *rows[index])
+        step = placer.finish(modalities)
+        if steady is not None:
+            self.store.steady.take(steady)
+            step.add_steady(steady)
         step.past, step.modalities = past, modalities
         return step
 
@@ -221,30 +242,29 @@ class KVCacheManager:
         """
         self.store.collect()
         self._planned_step = None
+        ids = modalities[:, 0].tolist()
+        steady = self.store.steady.plan(self.sequences, ids, begins=True)
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
         placer = TokenPlacer(self.policy, free)
-        rows, pools = list[_PlannedRow | SteadyRow](), list(free.values())
-        ids = modalities[:, 0].tolist()
-        for index, (sequence, modality) in enumerate(zip(self.sequences, ids, strict=True)):
-            if (steady := placer.steady(index, sequence, modality)) is not None:
-                rows.append(steady)
-                continue
-            table, planned = sequence.before(), PlannedSlots()
-            table.spare = sequence.spare.copy()
+        rows, pools = dict[int, _PlannedRow](), list(free.values())
+        for index in _others(self.sequences, steady):
+            table, planned = self.sequences[index].before(), PlannedSlots()
             before = _SequenceSnapshot.of(table)
             for slots in pools:
                 slots.row = planned
             try:
-                placer.place_one(index, table, modality)
+                placer.place_one(index, table, ids[index])
                 code = table.codes[-1]
             except NoFreeSlotsError:
                 return None
             finally:
                 del table.codes[before.length :]  # The codes are shared with the sequence.
             freed = placer.freed.get(index, [])
-            rows.append(_PlannedRow(before, code, table, planned, freed))
+            rows[index] = _PlannedRow(before, code, table, planned, freed)
         step = placer.finish(modalities)
-        step.past = self.sequences
+        step.past = _PastRows.of(self.sequences, steady)
+        if steady is not None:
+            step.add_steady(steady)
         if step.copies or not (step.writes is not None or step.pack_jobs):
             return None
         self._planned_step = _PlannedStep(step, self.version, modalities.copy(), rows)
@@ -310,14 +330,14 @@ class KVCacheManager:
         self.select([])
 
     def streams(self) -> Iterator[ModalityTable]:
-        """Yield the streams of all rows."""
-        for sequence in self.sequences:
+        """Yield the streams of all rows, to be read only."""
+        for sequence in self.tables:
             yield from sequence.streams.values()
 
     @property
     def spare(self) -> int:
         """Number of spare 16-bit slots of all rows."""
-        return sum(len(row.spare) for row in self.sequences)
+        return sum(len(row.spare) for row in self.tables)
 
     def holds_all(self, held: SlotSet) -> bool:
         """Return whether this KV cache manager owns every used slot of the store.
@@ -340,7 +360,7 @@ class KVCacheManager:
     def table_bytes(self) -> int:
         """Size of the tables in bytes: 1 per token, 4 per 16-bit slot, 8 per page entry."""
         ids = sum(2 * len(stream.pages) + len(stream.slots) for stream in self.streams())
-        return sum(len(sequence.codes) for sequence in self.sequences) + 4 * ids
+        return sum(sequence.length for sequence in self.sequences) + 4 * ids
 
 
 class _SequenceSnapshot(NamedTuple):
@@ -408,49 +428,81 @@ class _PlannedStep(NamedTuple):
         step: the planned step.
         version: ``KVCacheManager.version`` when the step was planned.
         modalities: (batch, 1) ids of the tokens.
-        rows: what the step does to each row.
+        rows: what the step does to each row that is not steady.
     """
 
     step: StepPlan
     version: tuple[int, ...]
     modalities: np.ndarray
-    rows: list[_PlannedRow | SteadyRow]
+    rows: dict[int, _PlannedRow]
 
     def holds(
-        self,
-        modalities: np.ndarray,
-        sequences: list[SequenceTable],
-        version: tuple[int, ...],
-        allocators: Mapping[Bits, SlotPool],
+        self, modalities: np.ndarray, kv_manager: KVCacheManager, version: tuple[int, ...]
     ) -> bool:
         """Return whether the plan is valid for these tokens; rows that have ended may have padding
         instead."""
         if modalities.shape != self.modalities.shape or version != self.version:
             return False
-        continues = modalities[:, 0] != PADDING
-        return bool((modalities == self.modalities)[:, 0][continues].all()) and all(
-            row.holds(sequence, allocators)
-            for row, sequence, there in zip(self.rows, sequences, continues.tolist(), strict=True)
-            if there
+        continues, sequences = modalities[:, 0] != PADDING, kv_manager.sequences
+        if not (modalities == self.modalities)[:, 0][continues].all():
+            return False
+        steady = self.step.steady
+        return (
+            steady is None or kv_manager.store.steady.holds(steady.among(continues), sequences)
+        ) and all(
+            row.holds(sequences[index], kv_manager.allocators)
+            for index, row in self.rows.items()
+            if continues[index]
         )
 
-    def take_place(
-        self,
-        modalities: np.ndarray,
-        sequences: list[SequenceTable],
-        allocators: Mapping[Bits, SlotPool],
-    ) -> StepPlan:
+    def take_place(self, modalities: np.ndarray, kv_manager: KVCacheManager) -> StepPlan:
         """Apply the plan to the sequences and allocators, and return the step for the layers."""
+        sequences, continues = kv_manager.sequences, modalities[:, 0] != PADDING
         step = StepPlan(planned=self.step, real=real_tokens(modalities))
-        step.past = [SequenceTable(row.codes, row.streams, row.stored) for row in sequences]
-        continues = (modalities[:, 0] != PADDING).tolist()
-        for row, sequence, there in zip(self.rows, sequences, continues, strict=True):
-            if not there:
-                sequence.codes.append(NOWHERE)
-                continue
-            row.take_place(sequence, allocators)
+        if self.step.steady is not None:
+            step.steady = self.step.steady.among(continues)
+        step.past = _PastRows.of(sequences, step.steady)
+        for index in _others(sequences, step.steady):
+            row = self.rows.get(index)
+            if row is None or not continues[index]:
+                sequences[index].codes.append(NOWHERE)
+            else:
+                row.take_place(sequences[index], kv_manager.allocators)
+        if step.steady is not None:
+            kv_manager.store.steady.take(step.steady)
         step.pack_jobs = [one for one in self.step.pack_jobs if continues[one.row]]
         if (writes := self.step.writes) is not None:
-            step.writes = writes[:, [continues[row] for row in writes[0].tolist()]]
+            step.writes = writes[:, continues[writes[0]]]
             step.writes = step.writes if step.writes.size else None
         return step
+
+
+def _others(sequences: list[SequenceTable], steady: SteadyStep | None) -> list[int]:
+    """Return the rows that are not steady."""
+    return [*range(len(sequences))] if steady is None else steady.others(len(sequences))
+
+
+class _PastRows(Sequence[SequenceTable]):
+    """The rows of a batch before a step. Tables of steady rows are made when they are read, which a
+    step in flight does not need."""
+
+    def __init__(self, rows: list[SequenceTable], steady: SteadyStep) -> None:
+        self._steady, self._count = steady, len(rows)
+        self._tables = {index: rows[index].before() for index in steady.others(len(rows))}
+
+    @classmethod
+    def of(cls, rows: list[SequenceTable], steady: SteadyStep | None) -> Sequence[SequenceTable]:
+        """Return the rows as they are now, before the step."""
+        return [row.before() for row in rows] if steady is None else cls(rows, steady)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._tables:
+            if not 0 <= index < self._count:
+                raise IndexError(index)
+            place = int(np.searchsorted(self._steady.rows, index))
+            steps = int(self._steady.counts[place])
+            self._tables[index] = self._steady.deferred[place].after(steps)
+        return self._tables[index]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -290,7 +290,7 @@ class OscarLayer(CacheLayerMixin):
         return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 
     def unpacked(
-        self, sequences: list[SequenceTable], length: int, dtype: torch.dtype | None = None
+        self, sequences: Sequence[SequenceTable], length: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stored keys and values in sequence order, (batch, KV heads, length, head_dim)
         each.

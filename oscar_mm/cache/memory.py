@@ -176,7 +176,7 @@ def span_bytes(
     kv_manager: KVCacheManager, spans: Sequence[tuple[int, int]], row: int = 0
 ) -> list[int]:
     """Return ``token_bytes`` of several spans, (start, stop) each, in one pass over the tokens."""
-    sequence, ends = kv_manager.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
+    sequence, ends = kv_manager.tables[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
     total = np.zeros(len(ends))
     for code, stream in sequence.streams.items():
         # Number of the stream's tokens before the start and before the end of each span.

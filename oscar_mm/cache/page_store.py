@@ -19,6 +19,7 @@ import torch
 
 from oscar_mm.cache.block_table import SequenceTable, SlotPool, SlotSet
 from oscar_mm.cache.states import held_bytes
+from oscar_mm.cache.steady_rows import SteadyRows
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.modality import Modality
@@ -240,6 +241,7 @@ class PageStore:
     Attributes:
         allocators: page format, or ``PLAIN`` -> allocator of its slots, whose ids are the same in
             every layer.
+        steady: rows whose decode steps are planned together.
         layers: layer index -> pools, created by the first cache that reaches the layer.
         trims: number of times that slots were renumbered.
         paused: number of forward passes suspended between two layers; slots keep their ids
@@ -253,6 +255,7 @@ class PageStore:
     ) -> None:
         self.policy = KVPolicy.of(policy)
         self.allocators = {bits: SlotPool() for bits in (*self.policy.packed_bits, PLAIN)}
+        self.steady = SteadyRows(self.policy, self.allocators)
         self.layers: dict[int, LayerPools] = {}
         self.ranks = TPGroup() if ranks is None else ranks
         self.trims, self._next_trim = 0, 0.0
@@ -449,7 +452,7 @@ class PageStore:
         """Return modality -> bytes of the slots in use; a shared slot is counted once."""
         self.collect()
         owners = self._registered()
-        rows = (row for _, sequences in owners for row in sequences)
+        rows = (row.peek() for _, sequences in owners for row in sequences)
         held = SlotSet.of(stream for row in rows for stream in row.streams.values())
         found = {modality.label: 0 for modality in Modality}
         for bits in self.allocators:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 Count = TypeVar("Count", int, np.ndarray)
-_MAX_SPARE = 32
+MAX_SPARE = 32
+"""Maximum number of spare 16-bit slots of a sequence."""
 Indices = np.ndarray | list[int]
 _SMALL_WINDOW = 4
 """Minimum window size in tokens at which the keys in the window suffice for a page's center."""
@@ -71,7 +72,7 @@ def max_spare(in_16_bit: int, room: int) -> int:
     """
     if room:
         return 1
-    return min(max(1, in_16_bit // 4), _MAX_SPARE)
+    return min(max(1, in_16_bit // 4), MAX_SPARE)
 
 
 def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
@@ -84,61 +85,6 @@ def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
         one, none = np.arange(1), np.arange(0)
         return [one if there else none for there in real[:, 0].tolist()]
     return [np.flatnonzero(row) for row in real]
-
-
-class SteadyRow(NamedTuple):
-    """Effect of a decode step on a row that allocates and releases no slots; see
-    ``TokenPlacer.steady``.
-
-    Attributes:
-        length, stored: number of all and of stored tokens before the step.
-        code: stream code of the new token.
-        stream: stream of the new token before the step; it has at least a window of tokens in
-            16-bit precision.
-        slot: spare slot that the new token takes.
-        page: page that receives the stream's first token in 16-bit precision, whose slot becomes
-            the spare slot; None if no token is packed.
-    """
-
-    length: int
-    stored: int
-    code: int
-    stream: ModalityTable
-    slot: int
-    page: int | None
-
-    def holds(self, sequence: SequenceTable, allocators: Mapping[Bits, SlotPool]) -> bool:
-        """Return whether the sequence and its slots are as they were when the step was planned."""
-        stream, page = self.stream, self.page
-        return (
-            sequence.streams.get(self.code) is stream
-            and sequence.stored == self.stored
-            and len(sequence.codes) == self.length
-            and sequence.spare[-1:] == [self.slot]
-            and (page is None or _are_own(allocators, stream, page))
-        )
-
-    def take_place(
-        self, sequence: SequenceTable, allocators: Mapping[Bits, SlotPool | DryRunSlots]
-    ) -> None:
-        """Apply the effect to the sequence; the allocators stay as they are."""
-        own = self.stream.with_token(self.slot, packs=self.page is not None)
-        sequence.streams = {**sequence.streams, self.code: own}
-        sequence.stored += 1
-        sequence.codes.append(self.code)
-        sequence.spare = sequence.spare[:-1]
-        if self.page is not None:
-            sequence.spare.append(self.stream.slots[0])
-
-
-def _are_own(
-    allocators: Mapping[Bits, SlotPool | DryRunSlots], stream: ModalityTable, page: int
-) -> bool:
-    """Return whether a page and the slot of the first token in 16-bit precision have no owner
-    besides the stream."""
-    return (
-        allocators[stream.bits].owners(page) == 1 and allocators[PLAIN].owners(stream.slots[0]) == 1
-    )
 
 
 class TokenPlacer:
@@ -158,14 +104,6 @@ class TokenPlacer:
         # Rows, token indices and slots of the new tokens.
         self._writes = list[int](), list[int](), list[int]()
         self.freed: dict[int, list[int]] = {}
-
-    def of(
-        self, sequences: list[SequenceTable], modalities: np.ndarray | Sequence[np.ndarray]
-    ) -> StepPlan:
-        """Add tokens to the sequences and return the plan; see ``KVCacheManager.advance``."""
-        for row, (sequence, ids) in enumerate(zip(sequences, modalities, strict=True)):
-            self.place(row, sequence, ids)
-        return self.finish(modalities)
 
     def place(self, row: int, sequence: SequenceTable, ids: np.ndarray) -> None:
         """Add the (tokens,) new tokens of a row to its sequence."""
@@ -219,9 +157,6 @@ class TokenPlacer:
         if modality == PADDING:
             sequence.codes.append(NOWHERE)
             return
-        if (steady := self.steady(row, sequence, modality)) is not None:
-            steady.take_place(sequence, self._allocators)
-            return
         code = self._stream_code(sequence, modality, sequence.stored)
         sequence.codes.append(code)
         sequence.stored += 1
@@ -251,41 +186,6 @@ class TokenPlacer:
                 freed.append(slot)
         if freed:
             self.freed[row] = freed
-
-    def steady(self, row: int, sequence: SequenceTable, modality: int) -> SteadyRow | None:
-        """Plan the token of a decode step without a copy of the sequence, if that is simple.
-
-        This is what ``place_one`` does in most steps: all tokens in the window are of the new
-        token's stream, there is a spare slot, and no slot is allocated, released or shared.
-
-        Returns:
-            The effect on the sequence, which the caller applies; None if ``place_one`` must add the
-            token.
-        """
-        window, spare, stored = self._policy.window, sequence.spare, sequence.stored
-        if modality == PADDING or not window or not spare:
-            return None
-        code, codes = self._stream_code(sequence, modality, stored), sequence.codes
-        stream = sequence.streams.get(code)
-        if stream is None or codes.count(code, -window) < window:
-            return None
-        waiting, room, page = len(stream.slots) + 1 - window, self._room(stream), None
-        if room:
-            page = stream.pages[-1]
-            if waiting != 1 or len(spare) > 1 or not _are_own(self._allocators, stream, page):
-                return None
-            source = np.array([~stream.slots[0]])
-            job = PackJob(row, stream.bits, [page], PAGE_TOKENS - room, source, {})
-            self._step.pack_jobs.append(job)
-        elif (
-            waiting >= self._begin_at.get(stream.bits, waiting + 1)  # ``packed_count`` without room
-            # The sequence may have more tokens in 16-bit precision, and so more spare slots.
-            or len(spare) > 1 + max_spare(len(stream.slots), 0)
-        ):
-            return None
-        for column, value in zip(self._writes, (row, 0, spare[-1]), strict=True):
-            column.append(value)
-        return SteadyRow(len(codes), stored, code, stream, spare[-1], page)
 
     def _take_many(self, row: int, sequence: SequenceTable, ids: np.ndarray) -> None:
         codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
@@ -535,7 +435,7 @@ def slot_forecast(
         added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
     in_16_bit = np.concatenate([[past.in_16_bit], held[PLAIN][:-1]])
     new_packed, new_own = (np.diff(counts, prepend=0) for counts in (all_packed, own_packed))
-    most = (in_16_bit // 4).clip(1, _MAX_SPARE)  # same rule as ``max_spare``
+    most = (in_16_bit // 4).clip(1, MAX_SPARE)  # same rule as ``max_spare``
     said_codes = np.where(time <= left, Modality.TEXT + SINK, int(Modality.TEXT))
     # Spare slots. A prompt of a single token is placed like a token of the answer.
     first = 0 if len(new) == len(codes) == 1 else 1

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from oscar_mm.cache.block_table import SequenceTable
 from oscar_mm.cache.step_plan import AttentionShape, SlotTables, StepPlan, store_jobs
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import Tables, laid_out, upload
@@ -80,9 +77,7 @@ class PromptTables:
         self._whole.copy_(upload(laid_out(tuple(tables)), self._whole.device))
         return True
 
-    def tables(
-        self, past: Sequence[SequenceTable], attention: AttentionShape, device: torch.device
-    ) -> Tables:
+    def tables(self, step: StepPlan, attention: AttentionShape, device: torch.device) -> Tables:
         """Raise RuntimeError: complete prompts attend to no pages."""
         raise RuntimeError("complete prompts attend to no pages")
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from oscar_mm.cache.block_table import SequenceTable, min_page_tokens
+from oscar_mm.cache.block_table import DeferredSteps, SequenceTable, min_page_tokens
 from oscar_mm.modality import PADDING, Modality, Span, spans_of
 from oscar_mm.ops.decode_tables import (
-    Entries,
+    StoredTokens,
     Tables,
     arrays_of,
     laid_out,
@@ -133,10 +133,103 @@ class AttentionShape(NamedTuple):
     columns: int
     workers: int
 
-    def over(self, past: Sequence[SequenceTable]) -> tuple[list[Entries], int, int, int]:
-        """Return the arguments of ``arrays_of`` and ``tables_of`` for these sequences."""
-        entries = [row.entries(self.bits) for row in past]
-        return entries, self.kv_heads, self.columns, self.workers
+    def over(
+        self, past: Sequence[SequenceTable], steady: SteadyStep | None = None
+    ) -> tuple[StoredTokens, int, int, int]:
+        """Return the arguments of ``arrays_of`` and ``tables_of`` for these sequences.
+
+        Args:
+            past: the sequences.
+            steady: the steady rows among them, whose tables are not read.
+        """
+        if steady is None:
+            stored = StoredTokens.of([row.entries(self.bits) for row in past])
+        elif len(steady.rows) == len(past):
+            stored = steady.past
+        else:
+            others = [past[row].entries(self.bits) for row in steady.others(len(past))]
+            stored = StoredTokens.of(others).beside(steady.past, steady.rows)
+        return stored, self.kv_heads, self.columns, self.workers
+
+
+class SteadyStep(NamedTuple):
+    """Step of the steady rows of a batch, see ``oscar_mm.cache.steady_rows``. Each array has an
+    element for each of these rows.
+
+    Attributes:
+        rows: rows of the batch, in ascending order.
+        deferred: the steps of each row.
+        places: index of each row in ``SteadyRows``.
+        counts: number of steps before this one.
+        slots: 16-bit slot that the new token takes.
+        sources: 16-bit slot whose token is packed; -1 if none is packed.
+        pages: page that receives it.
+        first: index of the token in the page.
+        bits: format of the pages.
+        past: tokens stored before the step.
+    """
+
+    rows: np.ndarray
+    deferred: list[DeferredSteps]
+    places: np.ndarray
+    counts: np.ndarray
+    slots: np.ndarray
+    sources: np.ndarray
+    pages: np.ndarray
+    first: np.ndarray
+    bits: Bits
+    past: StoredTokens
+
+    def among(self, rows: np.ndarray) -> SteadyStep:
+        """Return the step for only some of the batch's rows.
+
+        Args:
+            rows: (batch,) bool.
+        """
+        kept = rows[self.rows]
+        if kept.all():
+            return self
+        arrays = {
+            name: value[kept]
+            for name, value in self._asdict().items()
+            if isinstance(value, np.ndarray)
+        }
+        return self._replace(
+            deferred=[self.deferred[index] for index in np.flatnonzero(kept).tolist()],
+            past=StoredTokens(*(table[kept] for table in self.past)),
+            **arrays,
+        )
+
+    @property
+    def packed(self) -> np.ndarray:
+        """Indices of the rows that pack a token."""
+        return np.flatnonzero(self.sources >= 0)
+
+    def others(self, count: int) -> list[int]:
+        """Return the other rows of a batch of ``count`` rows."""
+        others = np.ones(count, bool)
+        others[self.rows] = False
+        return np.flatnonzero(others).tolist()
+
+    def pack_jobs(self) -> list[PackJob]:
+        """Return the pack jobs one by one."""
+        columns = self.rows, self.pages, self.first, self.sources
+        return [
+            PackJob(row, self.bits, [page], first, np.array([~source]), {})
+            for row, page, first, source in zip(
+                *(column[self.packed].tolist() for column in columns), strict=True
+            )
+        ]
+
+    def write_jobs(self, jobs: np.ndarray, of_row: int) -> None:
+        """Write the pack jobs to a table as in ``store_jobs``, with ``of_row`` lines per row."""
+        packed = self.packed
+        tile, place = np.divmod(self.first[packed], TILE)
+        rows = self.rows[packed]
+        lines = rows * of_row + tile % of_row
+        jobs[lines, 0], jobs[lines, 1], jobs[lines, 2] = self.pages[packed], tile, rows
+        jobs[lines, 3:HEAD], jobs[lines, HEAD:] = 0, NOTHING
+        jobs[lines, HEAD + place] = ~self.sources[packed]
 
 
 class FixedTables(Protocol):
@@ -147,9 +240,7 @@ class FixedTables(Protocol):
         """See ``StepPlan.packs_at_end``."""
         ...
 
-    def tables(
-        self, past: Sequence[SequenceTable], attention: AttentionShape, device: torch.device
-    ) -> Tables:
+    def tables(self, step: StepPlan, attention: AttentionShape, device: torch.device) -> Tables:
         """Return ``StepPlan.tables``."""
         ...
 
@@ -170,9 +261,9 @@ class StepPlan:
 
     Attributes:
         copies: (bits, source, target) of shared pages to copy before they are filled.
-        pack_jobs: jobs that pack tokens. Their tokens are read before any 16-bit slot is written,
-            because an emptied slot may be reused in the same step (but not in a decode step, which
-            may pack at its end).
+        pack_jobs: jobs that pack tokens, without those of steady rows. Their tokens are read before
+            any 16-bit slot is written, because an emptied slot may be reused in the same step (but
+            not in a decode step, which may pack at its end).
         writes: (3, n) int64: row, index and 16-bit slot of each new token.
         real: for each row, the indices of the tokens that are not padding; None if there is no
             padding.
@@ -186,6 +277,7 @@ class StepPlan:
             pages; None until the first layer's keys arrive.
         planned: an earlier plan that does the same or more; for a row that has ended since then, it
             writes only to free slots and free positions in pages.
+        steady: step of the steady rows; None if there are none.
         layers: indices of the layers that carry out the step; None in the first pass of a cache,
             whose layers are not yet known.
         fixed: fixed tensors for the tables of attention, ``pack_jobs`` and ``writes``; None to
@@ -198,9 +290,10 @@ class StepPlan:
     real: list[np.ndarray] | None = None
     modalities: np.ndarray | Sequence[np.ndarray] | None = None
     lengths: list[int] | None = None
-    past: list[SequenceTable] = field(default_factory=list)
+    past: Sequence[SequenceTable] = ()
     from_pages: bool | None = None
     planned: StepPlan | None = None
+    steady: SteadyStep | None = None
     layers: frozenset[int] | None = None
     fixed: FixedTables | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
@@ -238,12 +331,28 @@ class StepPlan:
     def sources(self) -> dict[Bits, set[int]]:
         """Return bits -> slots that layers read when they carry out the step; some slots may no
         longer have an owner."""
-        tokens = [one.source for one in self.pack_jobs]
-        tokens += [source for one in self.pack_jobs for source in one.begins.values()]
+        jobs = self.all_jobs
+        tokens = [one.source for one in jobs]
+        tokens += [source for one in jobs for source in one.begins.values()]
         found = {PLAIN: {~slot for some in tokens for slot in some.tolist() if slot < 0}}
         for bits, source, _ in self.copies:
             found.setdefault(bits, set()).add(source)
         return found
+
+    def add_steady(self, steady: SteadyStep) -> None:
+        """Add the step of the steady rows to the step of the other rows."""
+        self.steady = steady
+        writes = np.stack([steady.rows, np.zeros_like(steady.rows), steady.slots])
+        if self.writes is not None:
+            writes = np.concatenate([self.writes, writes], axis=1)
+        self.writes = writes[:, writes[0].argsort()]
+
+    @property
+    def all_jobs(self) -> list[PackJob]:
+        """All jobs that pack tokens, in the order of the rows."""
+        if self.steady is None:
+            return self.pack_jobs
+        return sorted([*self.pack_jobs, *self.steady.pack_jobs()], key=lambda one: one.row)
 
     def pictures(self) -> list[list[Span]]:
         """Return the runs of new image tokens of each row, padding not counted."""
@@ -276,8 +385,8 @@ class StepPlan:
     def tables(self, attention: AttentionShape, device: torch.device) -> Tables:
         """Return the tables for attention over ``past``, on a device."""
         if self.fixed is not None:
-            return self.fixed.tables(self.past, attention, device)
-        return tables_of(*attention.over(self.past), device)
+            return self.fixed.tables(self, attention, device)
+        return tables_of(*attention.over(self.past, self.steady), device)
 
     def slots_on(self, device: torch.device) -> dict[Bits, SlotTables]:
         """Return bits -> pack tables, uploaded once for all layers of a device."""
@@ -292,8 +401,9 @@ class StepPlan:
         return self.once(("slots", device), lambda: self._by_bits(tables))
 
     def _by_bits(self, tables: Callable[[list[PackJob]], Any]) -> dict[Bits, Any]:
-        found = sorted({one.bits for one in self.pack_jobs})
-        return {bits: tables([one for one in self.pack_jobs if one.bits == bits]) for bits in found}
+        jobs = self.all_jobs
+        found = sorted({one.bits for one in jobs})
+        return {bits: tables([one for one in jobs if one.bits == bits]) for bits in found}
 
     def filled(self) -> None:
         """Remove the pack jobs, since their tokens are already packed."""
@@ -335,14 +445,13 @@ class _Room(NamedTuple):
     tables: Tables
 
     @classmethod
-    def of(
-        cls, attention: AttentionShape, past: Sequence[SequenceTable], device: torch.device
-    ) -> _Room:
+    def of(cls, attention: AttentionShape, step: StepPlan, device: torch.device) -> _Room:
         """Allocate a tensor with capacity for twice the pages and twice the tokens in 16-bit
         precision."""
-        items, recents = lengths_of(arrays_of(*attention.over(past)))
+        given = attention.over(step.past, step.steady)
+        items, recents = lengths_of(arrays_of(*given))
         longest = max(_MIN_ITEMS, 2 * items), max(_MIN_RECENTS, 2 * recents)
-        arrays = arrays_of(*attention.over(past), longest)
+        arrays = arrays_of(*given, longest)
         whole = torch.from_numpy(laid_out(arrays)).to(device, copy=True)
         return cls(longest, whole, Tables.within(whole, arrays))
 
@@ -384,12 +493,12 @@ class GraphTables:
         """Whether layers have requested tables."""
         return bool(self._rooms)
 
-    def refill(self, past: Sequence[SequenceTable]) -> None:
+    def refill(self, step: StepPlan) -> None:
         """Write the tables for attention over the sequences as they are before a step."""
         for (attention, device), room in self._rooms.items():
-            arrays = arrays_of(*attention.over(past), room.longest)
+            arrays = arrays_of(*attention.over(step.past, step.steady), room.longest)
             if lengths_of(arrays) != room.longest:
-                self._rooms[attention, device] = _Room.of(attention, past, device)
+                self._rooms[attention, device] = _Room.of(attention, step, device)
                 self.version += 1
             else:
                 _write(room.whole, laid_out(arrays))
@@ -404,7 +513,9 @@ class GraphTables:
         if step.writes is not None:
             writes[: step.writes.shape[1]] = step.writes.T
         self._tokens[_WRITES] = writes
-        written = {row: slot for row, _, slot in writes.tolist()} if self.packs_at_end else {}
+        begins_any = any(pack_job.begins for pack_job in step.pack_jobs)
+        names = writes.tolist() if begins_any and self.packs_at_end else ()
+        written = {row: slot for row, _, slot in names}
         for bits in () if self.packs_whole_pages else self._policy.packed_bits:
             pack_jobs = [pack_job for pack_job in step.pack_jobs if pack_job.bits == bits]
             of_row = self._lines[bits]
@@ -414,6 +525,8 @@ class GraphTables:
             if pack_jobs:
                 found = store_jobs(pack_jobs)
                 jobs[found[:, 2] * of_row + found[:, 1] % of_row] = found
+            if step.steady is not None and step.steady.bits == bits:
+                step.steady.write_jobs(jobs, of_row)
             for pack_job in pack_jobs:
                 if pack_job.begins:
                     if (slot := written.get(pack_job.row)) is not None:
@@ -426,7 +539,7 @@ class GraphTables:
 
     def write(self, step: StepPlan) -> None:
         """Write all tables of a step that ``takes`` accepts."""
-        self.refill(step.past)
+        self.refill(step)
         self.refill_tokens(step)
 
     def takes(self, step: StepPlan) -> bool:
@@ -442,12 +555,10 @@ class GraphTables:
             len(one.pages) == 1 and one.tiles <= self._lines[one.bits] for one in step.pack_jobs
         )
 
-    def tables(
-        self, past: Sequence[SequenceTable], attention: AttentionShape, device: torch.device
-    ) -> Tables:
+    def tables(self, step: StepPlan, attention: AttentionShape, device: torch.device) -> Tables:
         """Return ``StepPlan.tables`` for the step that ``refill`` last wrote."""
         if (attention, device) not in self._rooms:
-            self._rooms[attention, device] = _Room.of(attention, past, device)
+            self._rooms[attention, device] = _Room.of(attention, step, device)
             self.version += 1
         return self._rooms[attention, device].tables
 

@@ -7,7 +7,7 @@ then needs about a dozen launches for all rows instead of about twenty per row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -76,7 +76,7 @@ class VarlenBatch(NamedTuple):
     @classmethod
     def of(
         cls,
-        past: list[SequenceTable],
+        past: Sequence[SequenceTable],
         lengths: list[int],
         keys: list[int],
         tokens: slice,

@@ -95,8 +95,47 @@ class Tables:
         return cls(items, recents, counts, assignments)
 
 
+class StoredTokens(NamedTuple):
+    """Where the tokens of several sequences are stored; all int32.
+
+    Attributes:
+        items: (sequences, longest, 2), see ``Tables.items``; zeros after a sequence's last page.
+        recents: (sequences, longest), see ``Tables.recents``; zeros after the last token.
+        counts: (sequences, 2), see ``Tables.counts``.
+    """
+
+    items: np.ndarray
+    recents: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, entries: Sequence[Entries]) -> StoredTokens:
+        """Return the entries of at least one sequence as arrays."""
+        pages, slots = zip(*entries, strict=True)
+        in_16_bit, in_pages = np.array([list(map(len, slots)), list(map(len, pages))], np.int32)
+        in_pages //= 2
+        items = np.frombuffer(b"".join(pages), np.int32).reshape(-1, 2)
+        recents = np.frombuffer(b"".join(slots), np.int32)
+        counts = np.stack([in_16_bit, in_pages], axis=1)
+        return cls(_by_row(items, in_pages), _by_row(recents, in_16_bit), counts)
+
+    def beside(self, other: StoredTokens, rows: np.ndarray) -> StoredTokens:
+        """Return the tokens of these and other sequences, whose indices will be ``rows``."""
+        count = len(self.counts) + len(other.counts)
+        rest = np.ones(count, bool)
+        rest[rows] = False
+        merged = []
+        for one, theirs in zip(self, other, strict=True):
+            longest = np.maximum(one.shape, theirs.shape)
+            table = np.zeros((count, *longest[1:]), np.int32)
+            table[rest, : one.shape[1]] = one
+            table[rows, : theirs.shape[1]] = theirs
+            merged.append(table)
+        return StoredTokens(*merged)
+
+
 def tables_of(
-    entries: Sequence[Entries],
+    stored: StoredTokens,
     kv_heads: int,
     columns: int,
     workers: int,
@@ -105,12 +144,12 @@ def tables_of(
     """Build the tables for attention to stored tokens.
 
     Args:
-        entries: stored tokens of each sequence before the step.
+        stored: tokens of each sequence before the step.
         kv_heads: KV heads of a layer.
         columns: number of query tokens times query heads per KV head.
         workers: number of thread blocks that the device runs at a time.
     """
-    arrays = arrays_of(entries, kv_heads, columns, workers)
+    arrays = arrays_of(stored, kv_heads, columns, workers)
     # This takes one copy to the device instead of several.
     return Tables.within(upload(laid_out(arrays), device), arrays)
 
@@ -135,7 +174,7 @@ def lengths_of(arrays: tuple[np.ndarray, ...]) -> tuple[int, int]:
 
 
 def arrays_of(
-    entries: Sequence[Entries],
+    stored: StoredTokens,
     kv_heads: int,
     columns: int,
     workers: int,
@@ -147,33 +186,41 @@ def arrays_of(
     numbers, since they are read 8 bytes at a time.
 
     Args:
-        entries, kv_heads, columns, workers: see ``tables_of``.
+        stored, kv_heads, columns, workers: see ``tables_of``.
         longest: minimum sizes of the second dimension of items and of recents.
     """
-    pages, slots = zip(*entries, strict=True)
-    in_16_bit, in_pages = np.array([list(map(len, slots)), list(map(len, pages))], np.int32)
-    tiles, in_pages = -(-in_16_bit // TILE), in_pages // 2
-    items = np.frombuffer(b"".join(pages), np.int32).reshape(-1, 2)
+    items, recents, (in_16_bit, in_pages) = stored.items, stored.recents, stored.counts.T
+    tiles = -(-in_16_bit // TILE)
     with_halves = int((1 + tiles + 2 * in_pages).sum())
     if with_halves * kv_heads * -(-columns // COLUMNS) <= workers * FEWEST_ITEMS:
-        items, in_pages = _in_halves(items, in_pages)
-    recents = np.frombuffer(b"".join(slots), np.int32)
+        whole = items[np.arange(items.shape[1]) < in_pages[:, None]]
+        halves, in_pages = _in_halves(whole, in_pages)
+        items = _by_row(halves, in_pages)
     in_items = tuple(zip(tiles.tolist(), in_pages.tolist(), strict=True))
     return (
         assign(in_items, kv_heads, columns, workers),
-        _by_row(items, in_pages, longest[0]),
+        _widened(items, longest[0]),
         np.stack([in_16_bit, in_pages], axis=1),
-        _by_row(recents, in_16_bit, longest[1]),
+        _widened(recents, longest[1]),
     )
 
 
-def _by_row(values: np.ndarray, counts: np.ndarray, longest: int) -> np.ndarray:
+def _by_row(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Split consecutive values into rows of these lengths, padded with zeros to the same length of
-    at least ``longest``."""
-    length = max(longest, int(counts.max()))
+    at least 1."""
+    length = max(1, int(counts.max()))
     table = np.zeros((len(counts), length, *values.shape[1:]), dtype=np.int32)
     table[np.arange(length) < counts[:, None]] = values
     return table
+
+
+def _widened(table: np.ndarray, longest: int) -> np.ndarray:
+    """Pad the second dimension with zeros to at least ``longest``."""
+    if table.shape[1] >= longest:
+        return table
+    wide = np.zeros((len(table), longest, *table.shape[2:]), table.dtype)
+    wide[:, : table.shape[1]] = table
+    return wide
 
 
 def _in_halves(pages: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

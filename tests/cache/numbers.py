@@ -43,7 +43,7 @@ class Contents:
             assert owners == 0 or (owners == 1 and slot in step.past[row].spare)
             assert slot not in read
             self.recent[slot] = -2
-        for pack_job in step.pack_jobs:
+        for pack_job in step.all_jobs:
             for page in pack_job.begins:
                 assert self.store.allocators[pack_job.bits].owners(page) == 0
                 self.centers[pack_job.bits, page] = [-2]
@@ -58,7 +58,7 @@ class Contents:
             assert slots[bits].owners(target) == 1
             self.pages[bits, target] = self.pages[bits, source].copy()
             self.centers[bits, target] = self.centers.get((bits, source), [])
-        for pack_job in step.pack_jobs:
+        for pack_job in step.all_jobs:
 
             def tokens(source: np.ndarray, row: int = pack_job.row) -> list[int]:
                 return [new[row, at] if at >= 0 else self.recent[~at] for at in source.tolist()]
@@ -98,7 +98,7 @@ class Numbers:
             self.rows, self.ids = [[] for _ in ids], [[] for _ in ids]
         new = np.array([next(self.count) for _ in range(ids.size)]).reshape(ids.shape)
         step = self.last = self.kv_manager.advance(ids.astype(np.int8))
-        self.contents.carry_out(step, new, self.kv_manager.sequences)
+        self.contents.carry_out(step, new, self.kv_manager.tables)
         for row in range(len(ids)):
             self.rows[row] += new[row].tolist()
             self.ids[row] += ids[row].tolist()
@@ -132,9 +132,10 @@ class Numbers:
 
     def check(self) -> None:
         """Check that every row reads back as it was written."""
-        assert len(self.kv_manager.sequences) == len(self.rows)
+        tables = self.kv_manager.tables
+        assert len(tables) == len(self.rows)
         for row, (numbers, ids) in enumerate(zip(self.rows, self.ids, strict=True)):
-            sequence = self.kv_manager.sequences[row]
+            sequence = tables[row]
             assert sequence.stored == sum(one != PADDING for one in ids)
             found: dict[int, int] = {}
             for code, stream in sequence.streams.items():

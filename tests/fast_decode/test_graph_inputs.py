@@ -198,9 +198,9 @@ def test_what_no_graph_does_is_not_planned() -> None:
     replay, packed = GraphInputs(cache, 1), 0
     for _ in range(140):
         early, step = replay.plan_ahead(TEXT), cache.begin(TEXT)
-        packed += bool(step.pack_jobs)
-        assert early is None or not step.pack_jobs
-        assert replay.fix(step) and not step.pack_jobs
+        packed += bool(step.all_jobs)
+        assert early is None or not step.all_jobs
+        assert replay.fix(step) and not step.all_jobs
         add(cache)
     assert packed
 
@@ -268,7 +268,7 @@ def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
             if not stays:
                 cache.forget(0, 0)  # A change, of no token.
         step = cache.begin(text)
-        begun += sum(pack_job.first == 0 for pack_job in step.pack_jobs)
+        begun += sum(pack_job.first == 0 for pack_job in step.all_jobs)
         if step.planned is not None and step.planned is told:
             early += 1
             cache.replayed(step)

@@ -208,21 +208,23 @@ def test_tables_stay_where_they_are_until_they_are_too_small(oscar, monkeypatch)
     fixed = GraphTables(1, KVPolicy.preset("bf16"))
     cpu = torch.device("cpu")
     arguments = AttentionShape((None, None), 2, 2, 4), cpu
-    fixed.refill(cache.kv_manager.sequences)
-    fixed.refill_tokens(StepPlan())
-    tables, writes = fixed.tables(cache.kv_manager.sequences, *arguments), fixed.writes(cpu)
+    step = StepPlan(past=cache.kv_manager.sequences)
+    fixed.write(step)
+    tables, writes = fixed.tables(step, *arguments), fixed.writes(cpu)
     assert writes.tolist() == [[-1] * 3]
     place, version = tables.items.data_ptr(), fixed.version
-    fixed.refill(cache.kv_manager.sequences)
+    fixed.refill(step)
     fixed.refill_tokens(StepPlan(writes=np.array([[0], [0], [7]])))
     assert writes.tolist() == [[0, 0, 7]]
-    assert fixed.tables([], *arguments).items.data_ptr() == place and fixed.version == version
+    assert (
+        fixed.tables(StepPlan(), *arguments).items.data_ptr() == place and fixed.version == version
+    )
     longer = cache.kv_manager.sequences[0].copy()
     for stream in longer.streams.values():
         stream.slots = stream.slots * 40
-    fixed.refill([longer])
+    fixed.refill(StepPlan(past=[longer]))
     assert fixed.version == version + 1
-    found = fixed.tables([longer], *arguments)
+    found = fixed.tables(StepPlan(past=[longer]), *arguments)
     assert found.recents.shape[1] >= int(found.counts.sum()) > tables.recents.shape[1]
 
 

@@ -15,7 +15,13 @@ from oscar_mm.modality import PADDING
 from oscar_mm.ops import decode_tables
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import BlockShape, DecodeKernel, Specialization, decode_kernel
-from oscar_mm.ops.decode_tables import MANY_SEGMENTS, DecodeArguments, assign, tables_of
+from oscar_mm.ops.decode_tables import (
+    MANY_SEGMENTS,
+    DecodeArguments,
+    StoredTokens,
+    assign,
+    tables_of,
+)
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_past
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
@@ -205,7 +211,8 @@ def test_many_rows_beside_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run() -> torch.Tensor:
         assign.cache_clear()
-        tables = tables_of(rows, 4, 4, multiprocessors(layer.device), layer.device)
+        stored = StoredTokens.of(rows)
+        tables = tables_of(stored, 4, 4, multiprocessors(layer.device), layer.device)
         assert (
             tables.assignments[:, 14] == decode_tables.by_warps(400, multiprocessors(layer.device))
         ).all()

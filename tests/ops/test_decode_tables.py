@@ -16,6 +16,7 @@ from oscar_mm.ops.decode_tables import (
     SEGMENT_ITEMS,
     SHORT_ITEMS,
     WARP_SEGMENT_ITEMS,
+    StoredTokens,
     assign,
     tables_of,
 )
@@ -129,8 +130,8 @@ def test_every_token_is_listed_once(fields: dict[str, object], workers: int) -> 
     kv_manager.crop(150)
     for start in (60, 120):
         kv_manager.forget(1, start, start + 30)
-    entries = [row.entries((two, four)) for row in kv_manager.sequences]
-    tables = tables_of(entries, 2, 3, workers, torch.device("cpu"))
+    stored = StoredTokens.of([row.entries((two, four)) for row in kv_manager.sequences])
+    tables = tables_of(stored, 2, 3, workers, torch.device("cpu"))
     lengths, starts_within = [], False
     for row, sequence in enumerate(kv_manager.sequences):
         in_16_bit, pages = tables.counts[row].tolist()

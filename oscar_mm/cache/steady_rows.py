@@ -1,0 +1,282 @@
+"""Steady rows: decode steps of many rows at once, in which no row allocates or releases a slot.
+
+In most decode steps, a row's new token takes a spare slot. If the last page of its stream has room,
+the token that leaves the window is packed, and its slot becomes the spare slot. The number of such
+steady steps is known when the first one is planned. Until the last one, ``SteadyRows`` keeps the
+row's slots in arrays and plans its steps together with those of other rows. The ``SequenceTable``
+includes these steps only when something reads it, which ends them; so code that changes a sequence
+need not know about steady steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from oscar_mm.cache.block_table import (
+    DeferredSteps,
+    ModalityTable,
+    SequenceTable,
+    SlotPool,
+    min_page_tokens,
+)
+from oscar_mm.cache.placement import MAX_SPARE, max_spare
+from oscar_mm.cache.step_plan import SteadyStep
+from oscar_mm.modality import Modality
+from oscar_mm.ops.decode_tables import StoredTokens
+from oscar_mm.pages.codecs.registry import codec_of
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+
+_TEXT = int(Modality.TEXT)
+_MIN_ROWS = 8
+"""Minimum number of rows for which the arrays grow."""
+
+
+class SteadyRow:
+    """Steady steps of one row, which its table does not include yet.
+
+    Args:
+        rows: arrays with the row's slots.
+        place: index of the row in these arrays.
+        before: the row before these steps, which owns ``spare`` slots.
+        packs: whether each step packs a token.
+    """
+
+    def __init__(self, rows: SteadyRows, place: int, before: SequenceTable, *, packs: bool) -> None:
+        self.place = place
+        self._rows, self._before, self._packs = rows, before, packs
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Lock of all steady rows of the store."""
+        return self._rows.lock
+
+    @property
+    def count(self) -> int:
+        """Number of steps so far."""
+        return int(self._rows.counts[self.place])
+
+    def after(self, steps: int) -> SequenceTable:
+        """Return the row's table after a number of steps."""
+        before, stream = self._before, self._before.streams[_TEXT].copy()
+        slots = _in_order(before)
+        kept = len(stream.slots)
+        if self._packs:
+            first = steps % len(slots)
+            slots = slots[first:] + slots[:first]
+            stream.fill(steps, [], 0)
+        else:
+            kept += steps
+        stream.slots, spare = stream.slots[:0], slots[: kept - 1 : -1]
+        stream.slots.extend(slots[:kept])
+        return SequenceTable(
+            before.codes + bytes([_TEXT]) * steps,
+            {**before.streams, _TEXT: stream},
+            before.stored + steps,
+            spare,
+        )
+
+    def end(self) -> SequenceTable:
+        """Return the row's table, and leave the arrays."""
+        table = self.after(self.count)
+        self._rows.free.append(self.place)
+        return table
+
+
+def _in_order(row: SequenceTable) -> list[int]:
+    """Return the 16-bit slots of a row's text, and then its spare slots, first the next to use."""
+    return [*row.streams[_TEXT].slots, *reversed(row.spare)]
+
+
+class SteadyRows:
+    """Rows of a store whose next decode steps allocate and release no slots, as arrays.
+
+    Args:
+        policy: how keys and values are stored.
+        allocators: slot pools of the store, by bits.
+
+    Attributes:
+        lock: held while steps are added or a table takes them.
+        counts: number of steps of each row that its table does not include.
+        free: indices without a row.
+    """
+
+    def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool]) -> None:
+        self._policy, self._allocators = policy, allocators
+        self._bits = policy.bits_for(Modality.TEXT)
+        first, second, *_ = *policy.packed_bits, None, None
+        self._formats = first, second
+        self._appends_tokens = codec_of(policy).appends_tokens
+        self.lock, self.free = threading.RLock(), list[int]()
+        self.counts, self._left, self._turn, self._page, self._first = np.zeros((5, 0), np.int32)
+        # A row that packs tokens uses its slots in turn. They come twice, so that those in use are
+        # adjacent wherever the turn begins.
+        self._slots = np.zeros((0, max(2 * (policy.window + 1), MAX_SPARE + 1)), np.int32)
+        self._past = StoredTokens.of([SequenceTable().entries(self._formats)])
+
+    def begin(self, row: SequenceTable) -> SteadyRow | None:
+        """Begin the steady steps of a row whose next tokens are text; return None if the next step
+        is not steady."""
+        steps = self._steps(row)
+        if steps <= 0:
+            return None
+        stream, place = row.streams[_TEXT], self._place()
+        packs = self._room(stream) > 0
+        self.counts[place] = self._turn[place] = 0
+        self._left[place] = steps
+        self._page[place] = stream.pages[-1] if packs else -1
+        self._first[place] = stream.stops[-1] if packs else 0
+        slots = 2 * _in_order(row) if packs else row.spare[::-1]
+        self._slots[place, : len(slots)] = slots
+        self._write_past(place, row, 0 if packs else steps)
+        before = SequenceTable(row.codes, row.streams, row.stored, row.spare)
+        row.deferred = deferred = SteadyRow(self, place, before, packs=packs)
+        return deferred
+
+    def _steps(self, row: SequenceTable) -> int:
+        """Return the number of steady steps that follow, 0 or less if there are none.
+
+        All tokens in the window must be text, since another stream's token may leave it otherwise.
+        """
+        policy, spare, stream = self._policy, row.spare, row.streams.get(_TEXT)
+        if not policy.window or not spare or stream is None:
+            return 0
+        next_is_sink = self._bits.packed and row.stored < policy.sinks
+        if next_is_sink or row.codes.count(_TEXT, -policy.window) < policy.window:
+            return 0
+        waiting = len(stream.slots) + 1 - policy.window
+        if room := self._room(stream):
+            is_own = self._allocators[self._bits].owners(stream.pages[-1]) == 1
+            if waiting != 1 or len(spare) > 1 or not is_own:
+                return 0
+            owners = self._allocators[PLAIN].owners
+            return sum(1 for _ in takewhile(lambda slot: owners(slot) == 1, stream.slots[:room]))
+        # The sequence may have more tokens in 16-bit precision, and so more spare slots.
+        if len(spare) > 1 + max_spare(len(stream.slots), 0):
+            return 0
+        if not self._bits.packed:
+            return len(spare)
+        # ``packed_count`` without room
+        return min(len(spare), min_page_tokens(policy, self._bits) - waiting)
+
+    def _room(self, stream: ModalityTable) -> int:
+        return stream.room if self._appends_tokens else 0
+
+    def _place(self) -> int:
+        """Return a free index; the arrays grow if there is none."""
+        if not self.free:
+            rows = len(self.counts)
+            more = max(rows, _MIN_ROWS)
+            self.free += range(rows, rows + more)
+            for name in ("counts", "_left", "_turn", "_page", "_first", "_slots"):
+                array = getattr(self, name)
+                setattr(self, name, _grown(array, (rows + more, *array.shape[1:])))
+            self._past = StoredTokens(
+                *(_grown(table, (rows + more, *table.shape[1:])) for table in self._past)
+            )
+        return self.free.pop()
+
+    def _write_past(self, place: int, row: SequenceTable, more: int) -> None:
+        """Write the stored tokens of a row, with capacity for ``more`` 16-bit tokens."""
+        pages, slots = (np.array(x, np.int32) for x in row.entries(self._formats))
+        items, recents, counts = self._past
+        pages = pages.reshape(-1, 2)
+        if len(pages) > items.shape[1]:
+            items = _grown(items, (len(items), 2 * len(pages), 2))
+        if len(slots) + more > recents.shape[1]:
+            recents = _grown(recents, (len(recents), 2 * (len(slots) + more)))
+        for table, values in ((items, pages), (recents, slots)):
+            table[place, : len(values)], table[place, len(values) :] = values, 0
+        counts[place] = len(slots), len(pages)
+        self._past = StoredTokens(items, recents, counts)
+
+    def plan(
+        self, sequences: Sequence[SequenceTable], modalities: list[int], *, begins: bool
+    ) -> SteadyStep | None:
+        """Plan a step of the steady rows of a batch, without changing anything but how their tables
+        are kept.
+
+        Args:
+            sequences: rows of the batch.
+            modalities: modality of each row's new token.
+            begins: whether rows may begin their steady steps.
+
+        Returns:
+            The step; None if no row is steady.
+        """
+        with self.lock:
+            return self._plan(sequences, modalities, begins)
+
+    def _plan(
+        self, sequences: Sequence[SequenceTable], modalities: list[int], begins: bool
+    ) -> SteadyStep | None:
+        rows, found, left = list[int](), list[DeferredSteps](), self._left.tolist()
+        for index, (row, modality) in enumerate(zip(sequences, modalities, strict=True)):
+            if modality != _TEXT:
+                continue
+            deferred = row.deferred
+            if deferred is None or not left[deferred.place]:
+                deferred = self.begin(row) if begins else None
+            if deferred is not None:
+                rows.append(index)
+                found.append(deferred)
+        if not rows:
+            return None
+        places = np.array([one.place for one in found])
+        turn, page = self._turn[places], self._page[places]
+        window = self._policy.window
+        return SteadyStep(
+            *(np.array(rows), found, places, self.counts[places]),
+            slots=self._slots[places, turn + window * (page >= 0)],
+            sources=np.where(page >= 0, self._slots[places, turn], -1),
+            pages=page,
+            first=self._first[places],
+            bits=self._bits,
+            past=self._past_of(places),
+        )
+
+    def _past_of(self, places: np.ndarray) -> StoredTokens:
+        items, recents, counts = self._past
+        in_16_bit, in_pages = (counts := counts[places]).max(0).tolist()
+        return StoredTokens(items[places, :in_pages], recents[places, :in_16_bit], counts)
+
+    def holds(self, step: SteadyStep, sequences: Sequence[SequenceTable]) -> bool:
+        """Return whether a planned step still comes next for its rows of these sequences."""
+        if any(
+            sequences[row].deferred is not one
+            for row, one in zip(step.rows.tolist(), step.deferred, strict=True)
+        ):
+            return False
+        return bool((self.counts[step.places] == step.counts).all())
+
+    def take(self, step: SteadyStep) -> None:
+        """Add a planned step that ``holds``."""
+        places = step.places
+        self.counts[places] += 1
+        self._left[places] -= 1
+        self._turn[places] += 1
+        items, recents, counts = self._past
+        packs = step.sources >= 0
+        window, packing, others = self._policy.window, places[packs], places[~packs]
+        recents[others, counts[others, 0]] = step.slots[~packs]
+        counts[others, 0] += 1
+        if len(packing):
+            self._turn[packing] %= window + 1
+            self._first[packing] += 1
+            items[packing, counts[packing, 1] - 1, 1] += 1
+            columns = counts[packing, :1] + np.arange(-window, 0)
+            in_use = sliding_window_view(self._slots, window, 1)[packing, self._turn[packing]]
+            recents[packing[:, None], columns] = in_use
+
+
+def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array extended by zeros."""
+    grown = np.zeros(shape, array.dtype)
+    grown[tuple(map(slice, array.shape))] = array
+    return grown
