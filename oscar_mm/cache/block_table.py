@@ -108,6 +108,11 @@ class SlotPool:
         for slot in slots:
             self._references[slot] += 1
 
+    def first_shared(self, slots: Iterable[int]) -> int | None:
+        """Return the index of the first slot with several owners; None if there is none."""
+        owners = self._references
+        return next((index for index, slot in enumerate(slots) if owners[slot] > 1), None)
+
     def release(self, slots: Iterable[int]) -> None:
         """Remove an owner from each slot; a slot without owners becomes free."""
         for slot in slots:
@@ -463,10 +468,7 @@ class SequenceTable:
 
     def __eq__(self, other: object) -> bool:
         """Return whether both tables have the same tokens in the same slots."""
-        return isinstance(other, SequenceTable) and all(
-            getattr(self, name) == getattr(other, name)
-            for name in ("codes", "streams", "stored", "spare")
-        )
+        return isinstance(other, SequenceTable) and self.fields == other.fields
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -476,10 +478,14 @@ class SequenceTable:
             return
         with deferred.lock:
             if self.deferred is not None:  # Another thread may have been first.
-                done = deferred.end()
-                self._codes, self._streams = done.codes, done.streams
-                self._stored, self._spare = done.stored, done.spare
+                self._codes, self._streams, self._stored, self._spare = deferred.end().fields
                 self.deferred = None
+
+    @property
+    def fields(self) -> tuple[bytearray, dict[int, ModalityTable], int, list[int]]:
+        """Codes, streams, stored and spare, in one go."""
+        self.settle()
+        return self._codes, self._streams, self._stored, self._spare
 
     def peek(self) -> SequenceTable:
         """Return a table with all tokens, to be read only; steps may be deferred further."""
@@ -541,7 +547,8 @@ class SequenceTable:
         The codes are shared and may grow after the snapshot. A step replaces each stream that it
         changes with a changed copy.
         """
-        return SequenceTable(self.codes, self.streams.copy(), self.stored, self.spare.copy())
+        codes, streams, stored, spare = self.fields
+        return SequenceTable(codes, streams.copy(), stored, spare.copy())
 
     def copy(self) -> SequenceTable:
         """Return a copy that shares all but the spare slots; the caller must add the owners."""

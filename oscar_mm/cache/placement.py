@@ -98,8 +98,6 @@ class TokenPlacer:
     def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool | DryRunSlots]) -> None:
         self._policy, self._allocators, self._recent = policy, allocators, allocators[PLAIN]
         self._appends_tokens = codec_of(policy).appends_tokens
-        self._begin_at = {bits: min_page_tokens(policy, bits) for bits in policy.packed_bits}
-        """Number of tokens outside of the window that begin a page, by its bits."""
         self._step = StepPlan()
         # Rows, token indices and slots of the new tokens.
         self._writes = list[int](), list[int](), list[int]()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -123,40 +122,43 @@ class SteadyRows:
     def begin(self, row: SequenceTable) -> SteadyRow | None:
         """Begin the steady steps of a row whose next tokens are text; return None if the next step
         is not steady."""
-        steps = self._steps(row)
+        steps = self._steps(*row.fields)
         if steps <= 0:
             return None
-        stream, place = row.streams[_TEXT], self._place()
+        before = SequenceTable(*row.fields)
+        stream, place = before.streams[_TEXT], self._place()
         packs = self._room(stream) > 0
         self.counts[place] = self._turn[place] = 0
         self._left[place] = steps
         self._page[place] = stream.pages[-1] if packs else -1
         self._first[place] = stream.stops[-1] if packs else 0
-        slots = 2 * _in_order(row) if packs else row.spare[::-1]
+        slots = 2 * _in_order(before) if packs else before.spare[::-1]
         self._slots[place, : len(slots)] = slots
         self._write_past(place, row, 0 if packs else steps)
-        before = SequenceTable(row.codes, row.streams, row.stored, row.spare)
         row.deferred = deferred = SteadyRow(self, place, before, packs=packs)
         return deferred
 
-    def _steps(self, row: SequenceTable) -> int:
+    def _steps(
+        self, codes: bytearray, streams: dict[int, ModalityTable], stored: int, spare: list[int]
+    ) -> int:
         """Return the number of steady steps that follow, 0 or less if there are none.
 
         All tokens in the window must be text, since another stream's token may leave it otherwise.
         """
-        policy, spare, stream = self._policy, row.spare, row.streams.get(_TEXT)
+        policy, stream = self._policy, streams.get(_TEXT)
         if not policy.window or not spare or stream is None:
             return 0
-        next_is_sink = self._bits.packed and row.stored < policy.sinks
-        if next_is_sink or row.codes.count(_TEXT, -policy.window) < policy.window:
+        next_is_sink = self._bits.packed and stored < policy.sinks
+        if next_is_sink or codes.count(_TEXT, -policy.window) < policy.window:
             return 0
         waiting = len(stream.slots) + 1 - policy.window
         if room := self._room(stream):
             is_own = self._allocators[self._bits].owners(stream.pages[-1]) == 1
             if waiting != 1 or len(spare) > 1 or not is_own:
                 return 0
-            owners = self._allocators[PLAIN].owners
-            return sum(1 for _ in takewhile(lambda slot: owners(slot) == 1, stream.slots[:room]))
+            # A shared slot cannot be passed on to the next token.
+            shared = self._allocators[PLAIN].first_shared(stream.slots)
+            return room if shared is None else min(room, shared)
         # The sequence may have more tokens in 16-bit precision, and so more spare slots.
         if len(spare) > 1 + max_spare(len(stream.slots), 0):
             return 0

@@ -24,11 +24,13 @@ class OutputProcessor:
 
     Attributes:
         token_ids: ids of the tokens so far.
+        may_stop: whether ``stopped`` may become true.
     """
 
     def __init__(self, context: OutputContext, start: float) -> None:
         self._context, self._start = context, start
         self._parsers = parsers_of(context)
+        self.may_stop = any(parser.may_stop for parser in self._parsers)
         self._decoder = next(one for one in self._parsers if isinstance(one, TextDecoder))
         self._texts: list[str] = []
         self._deltas: list[ToolCallDelta] = []
@@ -52,11 +54,6 @@ class OutputProcessor:
     def says(self) -> bool:
         """Whether the answer has any text or tool call so far."""
         return bool(self.text or self._deltas)
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether ``stopped`` may become true."""
-        return any(parser.may_stop for parser in self._parsers)
 
     @property
     def stopped(self) -> bool:
