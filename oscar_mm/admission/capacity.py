@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,12 +163,18 @@ class Reservation:
         begin: number of tokens in the cache after prefill.
         added: (tokens,) bytes added after 0, 1, 2, ... tokens of the answer.
         spares: bytes of the spare states, included in ``added``, which decode steps allocate.
+        most: (tokens,) maximum of ``added`` from each number of tokens on.
     """
 
     cache: OscarCache
     begin: int
     added: np.ndarray
     spares: int = 0
+    most: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        most = np.maximum.accumulate(self.added[::-1])[::-1]
+        object.__setattr__(self, "most", most)
 
     @property
     def outstanding(self) -> int:
@@ -177,9 +183,9 @@ class Reservation:
             return 0
         written = min(self.cache.get_seq_length() - self.begin, len(self.added) - 1)
         if written < 0:
-            return int(self.added.max())
+            return int(self.most[0])
         taken = self.added[written] - (0 if self.cache.spares else self.spares)
-        return int(self.added[written:].max() - taken)
+        return int(self.most[written] - taken)
 
 
 class KVBudget:
@@ -285,7 +291,9 @@ class KVBudget:
         """
         used = self.taken_bytes
         short = used + needed - self.limit
-        if short > 0 and short > self._could_go(chat):
+        if short <= 0:
+            return
+        if short > self._could_go(chat):
             raise MemoryBusy(self._refusal(used, needed))
         self._give_way(needed, chat)
 

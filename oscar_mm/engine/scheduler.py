@@ -6,6 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -636,6 +637,7 @@ class Scheduler:
         return found
 
 
+@lru_cache(maxsize=_CLIENTS)
 def _prefixes(client: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return the client with only its first name, with its first two names, and so on."""
     return [client[:count] for count in range(1, len(client) + 1)]

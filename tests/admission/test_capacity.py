@@ -6,12 +6,19 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.random_model import synthetic_cache
-from oscar_mm import InputError, OscarVLPipeline
-from oscar_mm.admission.capacity import RESERVED, ModelShape, activation_bytes, free_bytes
+from oscar_mm import InputError, OscarCache, OscarVLPipeline
+from oscar_mm.admission.capacity import (
+    RESERVED,
+    ModelShape,
+    Reservation,
+    activation_bytes,
+    free_bytes,
+)
 from oscar_mm.chat import turn_runner
 from oscar_mm.errors import MemoryBusy, RequestTooLarge
 from oscar_mm.policy import PLAIN, KVPolicy
@@ -88,6 +95,21 @@ def test_shape_of_a_configuration() -> None:
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "full_size-nvidia-h200.json"
 HIDDEN = {"llava": 4096, "qwen3-vl-8b": 4096, "qwen3-vl-30b-a3b": 2048, "qwen3-omni": 2048}
+
+
+def test_what_an_answer_may_still_take() -> None:
+    """Also where a page that begins takes less than the tokens before it."""
+    cache = OscarCache(KVPolicy.preset("standard"))
+    added = np.random.default_rng(0).integers(0, 1000, 30)
+    reservation = Reservation(cache, 4, added)
+    assert reservation.outstanding == added.max()
+    for length in range(1, 40):
+        cache.begin(np.zeros((1, 1), np.int8))
+        written = min(max(length - 4, 0), 29)
+        expected = max(added[written:]) - (added[written] if length >= 4 else 0)
+        assert reservation.outstanding == expected
+    cache.close()
+    assert reservation.outstanding == 0
 
 
 def test_a_cpu_has_no_bound() -> None:
