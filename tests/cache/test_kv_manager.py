@@ -12,8 +12,9 @@ from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.block_table import SequenceTable, SlotPool, SlotSet, min_page_tokens
 from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.cache.step_plan import AttentionShape, StepPlan
 from oscar_mm.modality import PADDING, Modality
+from oscar_mm.ops.decode_tables import arrays_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import STREAM
@@ -426,6 +427,8 @@ def test_many_steps_that_nothing_looks_at(bits, window: int, by_token: bool) -> 
     numbers.advance(prompt)
     other.advance(prompt)
     forks, steady, planned = [], 0, 0
+    first, second, *_ = *policy.packed_bits, None, None
+    shape = AttentionShape((first, second), 2, 2, 4)
     for step in range(500):
         ids = np.zeros((4, 1), np.int8)
         numbers.plan_ahead(ids)
@@ -442,6 +445,11 @@ def test_many_steps_that_nothing_looks_at(bits, window: int, by_token: bool) -> 
             numbers.check()
         numbers.advance(ids)
         other.advance(ids)
+        if step % 7 == 0:  # Attention's tables, made of arrays and of the rows' tables.
+            past = numbers.last.past
+            made = [shape.over(past, numbers.last.steady), shape.over(list(past))]
+            found, expected = (arrays_of(*one) for one in made)
+            assert all(map(np.array_equal, found, expected))
         steady += 0 if numbers.last.steady is None else len(numbers.last.steady.rows)
         planned += numbers.last.planned is not None
     assert steady > 1200 and planned > 450
