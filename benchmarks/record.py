@@ -20,6 +20,7 @@ from rich.table import Table
 
 from oscar_mm.apps.machine import device_name as device_name
 from oscar_mm.apps.machine import versions
+from oscar_mm.errors import InputError
 
 Row = dict[str, Any]
 RESULTS = Path("benchmarks") / "results"
@@ -119,6 +120,21 @@ def command(module: str, arguments: Sequence[str]) -> str:
             place = rest.index(option)
             del rest[place : place + 2]
     return shlex.join(["python", "-m", module, *rest])
+
+
+def exit_code(module: str, arguments: Sequence[str], run: Callable[[str], int | None]) -> int:
+    """Run a benchmark; return its exit code, or 2 after printing an error if its input is invalid.
+
+    Args:
+        module: name of the benchmark, like "benchmarks.language".
+        arguments: command line after the name.
+        run: function of the recorded command line; returns an exit code, or None for 0.
+    """
+    try:
+        return run(command(module, arguments)) or 0
+    except InputError as error:
+        print(f"{module}: {error}", file=sys.stderr)
+        return 2
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from examples.train_pocket.studio import Sample, Step, Studio
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.compare.teacher_forcing import Forced, Recorder
+from oscar_mm.errors import InputError
 from oscar_mm.modality import Modality
 
 LOOK = Look(1.0)
@@ -149,12 +150,12 @@ def load(
         dtype: dtype of the weights.
 
     Raises:
-        FileNotFoundError: if the folder does not contain a model.
+        InputError: if the folder does not contain a model.
     """
     pocket = build(name)
     if folder is not None:
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
+            raise InputError(
                 f"{folder} contains no model; train one as described in examples/train_pocket"
             )
         pocket.model = type(pocket.model).from_pretrained(folder, dtype=dtype)

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from benchmarks import language_models
 from benchmarks.language import load, python_texts
 from benchmarks.language_models import MODELS, PACKAGES
-from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
+from benchmarks.record import Record, Row, device_name, exit_code, finish, merge_rows, parser, show
 from oscar_mm import InputError
 from oscar_mm.compare.comparison import passages
 from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
@@ -170,10 +170,10 @@ def report(rows: Sequence[Row]) -> None:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark: measure, print and record; return the exit code, 2 for invalid input."""
-    options_parser = parser("benchmarks.weight_formats", __doc__)
-    add = options_parser.add_argument
+def arguments_of(line: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    options = parser("benchmarks.weight_formats", __doc__)
+    add = options.add_argument
     add("--model", default=language_models.DEFAULT, help="as of benchmarks.language")
     add("--packages", type=Path, default=PACKAGES, help="as of benchmarks.language")
     add("--text", type=Path, action="append", help="text files instead of Python's own texts")
@@ -181,28 +181,32 @@ def main(arguments: Sequence[str]) -> int:
     add("--passages", type=int, default=16, help="number of passages")
     add("--device", default="cpu", help="cpu or cuda")
     add("--add", action="store_true", help="keep the file's rows of other models")
-    options = options_parser.parse_args(arguments)
-    started, rows = time.perf_counter(), list[Row]()
-    line, device = command("benchmarks.weight_formats", arguments), torch.device(options.device)
-    record = Record("weight_formats", line, device_name(device.type), rows, NOTES)
-    earlier = list[Row]()
-    if options.add and (before := record.earlier(options.out)):
-        record, earlier = record.continuing(before), before.rows
-    try:
-        if min(options.tokens, options.passages) < 1:
-            raise InputError("--tokens and --passages must be 1 or more")
-        for row in measure(options):
-            rows.append(row)
-            cell = ("model", "format", "context")
-            record.rows = merge_rows(earlier, rows, cell, lambda *_: True)
-            record.write(options.out)
-    except InputError as error:
-        print(f"benchmarks.weight_formats: {error}", file=sys.stderr)
-        return 2
+    return options.parse_args(line)
+
+
+def run(options: argparse.Namespace, line: str) -> None:
+    """Measure and record format by format, so that an interrupted run keeps its rows."""
+    if min(options.tokens, options.passages) < 1:
+        raise InputError("--tokens and --passages must be 1 or more")
+    started = time.perf_counter()
+    name = device_name(torch.device(options.device).type)
+    record = Record("weight_formats", line, name, [], NOTES)
+    if options.add and (earlier := record.earlier(options.out)):
+        record = record.continuing(earlier)
+    cell = ("model", "format", "context")
+    for row in measure(options):
+        record.rows = merge_rows(record.rows, [row], cell, lambda *_: True)
+        record.write(options.out)
     print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr)
     report(record.rows)
     finish(record, options.out)
-    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; return the exit code, 2 for invalid input."""
+    return exit_code(
+        "benchmarks.weight_formats", arguments, lambda line: run(arguments_of(arguments), line)
+    )
 
 
 if __name__ == "__main__":

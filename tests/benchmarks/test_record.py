@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
-from benchmarks.record import Record
+import pytest
+
+from benchmarks.record import Record, exit_code
+from oscar_mm.errors import InputError
 
 
 def test_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -13,3 +16,18 @@ def test_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Record.load(path) == record
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record.date)
     assert {"oscar_mm", "python", "torch", "transformers"} <= set(record.versions)
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of invalid input is one line; a run sees the command without this machine's
+    folders."""
+
+    def invalid(_: str) -> None:
+        raise InputError("--tokens must be 1 or more")
+
+    lines = list[str]()
+    assert exit_code("benchmarks.some", ["--tiny", "--out", "here"], lines.append) == 0
+    assert lines == ["python -m benchmarks.some --tiny"]
+    assert exit_code("benchmarks.some", [], lambda _: 3) == 3
+    assert exit_code("benchmarks.some", [], invalid) == 2
+    assert capsys.readouterr().err == "benchmarks.some: --tokens must be 1 or more\n"
