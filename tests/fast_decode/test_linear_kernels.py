@@ -29,7 +29,7 @@ from oscar_mm.fast_decode.linear_params import Matrices, NormParams, WeightForma
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import multiprocessors, uses_tma, uses_wgmma
-from tests.compiled import compile_once, same_struct
+from tests.compiled import architectures, compile_once, same_struct
 
 LIMITS = {"sm_90a": 227, "sm_100a": 227, "sm_120": 99}
 """Architecture -> KiB of shared memory that a thread block may have."""
@@ -40,6 +40,13 @@ CLUSTERS = [
     if columns <= most
 ]
 """Bits of a weight and columns of a product by linear_cluster."""
+COMPILED_CLUSTERS = [
+    pytest.param(
+        *one, marks=() if one[1] in (16, 32, MAX_CLUSTER_ROWS[one[0]]) else pytest.mark.soak
+    )
+    for one in CLUSTERS
+]
+"""Every day the fewest columns, those of float16, and the most, which take the most registers."""
 
 
 def random(*shape: int, dtype: torch.dtype, beyond: int = 0) -> torch.Tensor:
@@ -93,7 +100,7 @@ def test_every_problem_is_cut_to_fit(limit: int, rows: int, gated: bool, bits: i
         assert shared_bytes <= limit << 10
 
 
-@pytest.mark.parametrize("arch", LIMITS)
+@pytest.mark.parametrize("arch", architectures(LIMITS))
 @pytest.mark.parametrize(
     ("gated", "rows"), [(False, 1), (True, 2), (False, 8), (True, 8), (True, 16), (False, 24)]
 )
@@ -157,7 +164,7 @@ def test_clusters_share_every_problem(bits: int, columns: int, gated: bool) -> N
             assert step * tiling.grain * made.sides <= tiling.groups * TILE
 
 
-@pytest.mark.parametrize(("bits", "columns"), CLUSTERS)
+@pytest.mark.parametrize(("bits", "columns"), COMPILED_CLUSTERS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_cluster_compiles(bits: int, columns: int, gated: bool) -> None:
     """And the host's picture of the kernel is right."""
