@@ -28,7 +28,8 @@ WAYS = (
     {"kv_budget": "3MB"},
     {"kv_budget": "4MB", "prefix_cache": "1MB"},
 )
-"""Options of the pipelines, walk by walk."""
+"""Options of the pipelines, walk by walk; the walks of a family begin one option later than those
+of the family before, so that every day has all options."""
 PACKED = ("standard", "channel", "oscar")
 
 
@@ -67,12 +68,12 @@ def walk(models, media, family: str, policy: str, seed: int, steps: int, folder:
         policy=policy,
         device="cpu",
         spill=spill,
-        **WAYS[seed % len(WAYS)],
+        **WAYS[(seed + [*FAMILIES].index(family)) % len(WAYS)],
     )
     Walk(pipe, plain, media, policy == "bf16", seed, folder).run(steps)
 
 
-@pytest.mark.parametrize(("seed", "steps"), walks(quick=4))
+@pytest.mark.parametrize(("seed", "steps"), walks(quick=2))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_conversation_is_one_prefill(family, seed, steps, models, media, tmp_path) -> None:
     walk(models, media, family, "bf16", seed, steps, tmp_path)

@@ -237,8 +237,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize(("name", "ahead"), [*((name, True) for name in ANSWERS), ("mixed", False)])
 def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
     """Pages begin in some of them, of one row or of several. The cache holds, bit for bit, what one
     does whose steps are eager; nothing is read from slots that nobody has."""

@@ -204,7 +204,7 @@ def test_a_kernel_that_reads_the_scales_of_another_block_is_not_used(bits, gated
                     change(one)
             return linear_by_torch(arguments._replace(scales=scales))
 
-        problems = [(3, 4096 + 64, (900, 900) if gated else (3000, 7, 31))]
+        problems = [(3, 4096 + 64, (90, 90) if gated else (300, 7, 31))]
         weights = WeightFormat(bits, group_columns=64)
         return worst_error(kernel, gated, torch.float32, torch.device("cpu"), problems, weights)
 

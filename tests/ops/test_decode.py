@@ -54,10 +54,12 @@ def kernels(request, monkeypatch) -> None:
     monkeypatch.setenv("OSCAR_MM_KERNELS", request.param)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "rows"),
+    [*((size, ()) for size in (64, 80, 128, 192, 256)), (64, (2,)), (80, (2,))],
+)
 @pytest.mark.parametrize("bits", [((2, 2),), ((4, 4),), ((2, 2), (4, 4)), ((3, 2), (2, 3))])
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
 @pytest.mark.usefixtures("kernels")
 def test_equals_plain_attention(
     rows: tuple[int, ...], name: str, bits: tuple[tuple[int, int], ...], head_dim: int
