@@ -1,5 +1,7 @@
 """decode by compiled loops and by PyTorch operations, against float64 over the unpacked past."""
 
+from itertools import product
+
 import pytest
 import torch
 
