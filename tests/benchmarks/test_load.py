@@ -172,9 +172,9 @@ def like_vllm() -> Iterator[str]:
 def test_the_same_load_against_another_server(
     like_vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--against", like_vllm, "--device", "cpu", "--seconds", "2"]
+    arguments = ["--against", like_vllm, "--device", "cpu", "--seconds", "1"]
     arguments += ["--new-tokens", "4", "--out", str(tmp_path)]
-    assert load.main([*arguments, "--clients", "1,2", "--processes", "2"]) == 0
+    assert load.main([*arguments, "--clients", "1,2", "--processes", "1"]) == 0
     assert load.main([*arguments, "--rate", "20", "--processes", "1", "--add"]) == 0
     [path] = tmp_path.iterdir()
     rows = Record.load(path).rows

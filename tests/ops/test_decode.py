@@ -57,8 +57,7 @@ def kernels(request, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rows"),
-    [*((size, ()) for size in (64, 80, 128, 192, 256)), (64, (2,)), (80, (2,))],
+    ("head_dim", "rows"), [*product((64, 80, 128, 192, 256), [()]), *product((64, 80), [(2,)])]
 )
 @pytest.mark.parametrize("bits", [((2, 2),), ((4, 4),), ((2, 2), (4, 4)), ((3, 2), (2, 3))])
 @pytest.mark.parametrize("name", POLICIES)
