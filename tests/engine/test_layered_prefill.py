@@ -294,7 +294,6 @@ def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_a_new_request
     ("layer_seconds", "later_seconds", "lost_seconds"),
     [
         (0.0015, 0.0015, 0.0),
-        (0.004, 0.004, 0.0),
         (0.036, 0.036, 0.0),
         (0.0015, 0.009, 0.0),
         (0.0085, 0.0085, 0.002),

@@ -157,7 +157,9 @@ class Engine:
 
 @pytest.mark.parametrize("spare", [1, 5])
 @pytest.mark.parametrize("window", [32, 64, 128])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))]
+)
 def test_requests_that_come_go_and_share(seed: int, window: int, spare: int) -> None:
     """Chunks of prompts, decoding with drafts that are rejected, preemption, shared beginnings,
     blocks that go to others at once, rows that move or wait."""

@@ -60,8 +60,10 @@ def stored(arguments: StoreArguments) -> list[tuple[torch.Tensor, int]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [(torch.float32, ()), (torch.bfloat16, ()), (torch.float16, (2,))],
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bits", [(2, 2), (3, 2), (4, 4), (2, 3)])
 @pytest.mark.parametrize("name", POLICIES)

@@ -35,8 +35,12 @@ EVERY = [
     for head_dim, rotate in product((64, 128, 256), (True, False))
     if head_dim <= 128 or policy.key_axis == "token"
 ]
+ON_CPU = [one for one in EVERY if one[-1] or one[1] in ((2, 2), (4, 3))]
+"""The bits of codes do not change what is done without a rotation."""
+SOME = (("channel", (2, 2), 128, False), ("stream", (3, 2), 128, False))
+"""What is compiled every day without the rotation, which takes more registers."""
 COMPILED = [
-    pytest.param(*one, marks=() if one[2] == 128 else pytest.mark.soak)
+    pytest.param(*one, marks=() if one[2:] == (128, True) or one in SOME else pytest.mark.soak)
     for one in EVERY
     if not one[0].startswith("stream") or one[1] in ((2, 4), (3, 2), (4, 3))
 ]
@@ -72,7 +76,7 @@ def test_none_and_sigma_of_all_heads() -> None:
     assert torch.equal(one[0], both[0]) and one[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), EVERY)
+@pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), ON_CPU)
 def test_cpu_kernels_equal_torch(
     name: str, bits: tuple[int, int], head_dim: int, rotate: bool
 ) -> None:

@@ -21,8 +21,7 @@ def test_scores_are_unchanged(head_dim: int, rotate: bool) -> None:
     assert relative_error(basis.values_out(basis.values_in(values[0])), values[0]) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["channel", "oscar"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "seed"), [("channel", 0), ("oscar", 1)])
 def test_scale_moved_between_queries_and_keys(name: str, seed: int) -> None:
     """A model can move scale from queries to keys for free; a balanced cache does not notice."""
     queries, keys, values, ids = multimodal(seed, tokens=512, kv_heads=2, outliers=1.0)

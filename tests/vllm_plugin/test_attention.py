@@ -54,8 +54,7 @@ def test_any_schedule(policy: str, place: dict) -> None:
             assert errors.max() < {4: 0.2, 3: 0.4, 2: 0.75}[layer.format.bits.values + 0]
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("further", [0, 1, 2])
+@pytest.mark.parametrize(("further", "tokens"), [(0, 1), (1, 1), (2, 1), (2, 5)])
 def test_the_last_layer_stores_for_all(further: int, tokens: int, place: dict) -> None:
     """Once a forward pass has gone through all layers of the tables; else each stores its own."""
     layer = Layer(**place, query_tokens=tokens, layers_of_tables=3)
