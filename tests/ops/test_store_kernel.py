@@ -22,7 +22,7 @@ from oscar_mm.ops.store_torch import (
 )
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.pages.quantize import Recipe, unpack_stored
-from tests.compiled import architectures, compile_once, same_struct
+from tests.compiled import ALL, architectures, compile_once, same_struct
 from tests.ops.arguments import stream_policy
 
 POLICIES = {
@@ -37,7 +37,7 @@ POLICIES = {
 
 HEAD_DIMS = (64, 128, 256)
 USUAL = ("2/2", "4/2", "quarot", "groups of 64")
-EVERY_DAY = {*product(USUAL, (128,)), ("4/2", 256)}
+EVERY_DAY = {*product(USUAL, (128,))}
 EVERY = [
     pytest.param(*one, marks=() if one in EVERY_DAY else pytest.mark.soak)
     for one in product(POLICIES, HEAD_DIMS)
@@ -74,9 +74,16 @@ def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]
 
 
 @pytest.mark.parametrize("arch", architectures())
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_compiles(head_dim: int, arch: str) -> None:
-    compiled(arch, recipe_of("3/2", head_dim), torch.bfloat16)
+def test_compiles(arch: str) -> None:
+    compiled(arch, recipe_of("3/2", 128), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(one, marks=() if one == "sm_90a" else pytest.mark.soak) for one in ALL]
+)
+def test_larger_heads_compile(arch: str) -> None:
+    """NVRTC takes seconds for each architecture."""
+    compiled(arch, recipe_of("3/2", 256), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("name", "head_dim"), EVERY)
