@@ -477,9 +477,10 @@ class SequenceTable:
         if (deferred := self.deferred) is None:
             return
         with deferred.lock:
-            if self.deferred is not None:  # Another thread may have been first.
-                self._codes, self._streams, self._stored, self._spare = deferred.end().fields
-                self.deferred = None
+            if (deferred := self.deferred) is None:  # Another thread was first.
+                return
+            self._codes, self._streams, self._stored, self._spare = deferred.end().fields
+            self.deferred = None
 
     @property
     def fields(self) -> tuple[bytearray, dict[int, ModalityTable], int, list[int]]:
@@ -492,13 +493,17 @@ class SequenceTable:
         if (deferred := self.deferred) is None:
             return self
         with deferred.lock:
-            return self if self.deferred is None else deferred.after(deferred.count)
+            now = self.deferred
+            return self if now is None else now.after(now.count)
 
     @property
     def length(self) -> int:
         """Number of tokens, padding included."""
-        deferred = self.deferred
-        return len(self._codes) + (0 if deferred is None else deferred.count)
+        if (deferred := self.deferred) is None:
+            return len(self._codes)
+        with deferred.lock:
+            now = self.deferred
+            return len(self._codes) + (0 if now is None else now.count)
 
     @property
     def in_16_bit(self) -> int:

@@ -370,22 +370,26 @@ class _SequenceSnapshot(NamedTuple):
         length: number of tokens, padding included.
         stored: number of stored tokens.
         streams: streams of the sequence; a step replaces each stream that it changes.
+        spare: its spare slots, which may be released without a step.
     """
 
     length: int
     stored: int
     streams: list[ModalityTable]
+    spare: list[int]
 
     @classmethod
     def of(cls, row: SequenceTable) -> _SequenceSnapshot:
-        return cls(len(row.codes), row.stored, list(row.streams.values()))
+        codes, streams, stored, spare = row.fields
+        return cls(len(codes), stored, list(streams.values()), spare.copy())
 
     def is_of(self, row: SequenceTable) -> bool:
         """Return whether ``row`` has not changed since the snapshot."""
+        codes, streams, stored, spare = row.fields
         return (
-            (len(row.codes), row.stored) == self[:2]
-            and len(row.streams) == len(self.streams)
-            and all(map(is_, row.streams.values(), self.streams))
+            (len(codes), stored, spare) == (self.length, self.stored, self.spare)
+            and len(streams) == len(self.streams)
+            and all(map(is_, streams.values(), self.streams))
         )
 
 

@@ -3,6 +3,9 @@ numbers."""
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -577,6 +580,55 @@ def test_a_steady_row_whose_slots_change(change: str) -> None:
     assert (step.planned is told) == (change == "nothing")
     assert bool(step.copies) == bool(forks)
     check_slots(kv_manager.store, [kv_manager, *forks])
+
+
+def test_a_planned_row_whose_spare_slots_are_released() -> None:
+    """With an image in its window, the row is not steady."""
+    kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=32, sinks=3, **STREAM)))
+    prompt, token = np.zeros((1, 200), np.int8), np.zeros((1, 1), np.int8)
+    prompt[:, 190] = Modality.IMAGE
+    for ids in (prompt, token, token):
+        kv_manager.advance(ids)
+    view = KVCacheManager(kv_manager.store, owns_slots=False)
+    view.sequences[:] = kv_manager.sequences
+    told = view.planned(token)
+    assert told is not None and told.steady is None
+    kv_manager.release_spare()
+    assert view.advance(token).planned is not told
+    check_slots(kv_manager.store, [kv_manager])
+
+
+def test_tables_read_by_another_thread() -> None:
+    """Steady steps begin and end meanwhile; no reader sees a part of them."""
+    kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=32, sinks=3, **STREAM)))
+    kv_manager.advance(np.zeros((4, 200), np.int8))
+    token, counts, wrong = np.zeros((4, 1), np.int8), [200], list[tuple[int, ...]]()
+
+    def read() -> None:
+        while counts[-1] >= 0:
+            first, row = counts[-1], kv_manager.sequences[0]
+            seen, held = row.length, len(row.peek().codes)
+            last = counts[-1]
+            if last >= 0 and not first <= seen <= held <= last + 1:
+                wrong.append((first, seen, held, last))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=read)
+    try:
+        thread.start()
+        for step in range(1500):
+            kv_manager.planned(token)
+            kv_manager.advance(token)
+            counts.append(counts[-1] + 1)
+            if step % 7 == 0:
+                kv_manager.sequences[0].settle()
+    finally:
+        counts.append(-1)
+        thread.join()
+        sys.setswitchinterval(before)
+    assert not wrong
+    check_slots(kv_manager.store, [kv_manager])
 
 
 @pytest.mark.parametrize(
