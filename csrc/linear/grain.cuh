@@ -3,7 +3,7 @@
 
 #include "linear/matrices.cuh"
 
-// GRAIN outputs of one matrix whose weights are copied together, with a gate of both.
+// GRAIN outputs of one matrix, or with a gate of both, whose weights are copied together.
 struct Grain {
   int matrix = 0, row;  // of the first output
   int output;           // index of the first among all outputs

@@ -2,13 +2,14 @@
 // once, at memory bandwidth. x is normalized first (RMSNorm); then a bias or the residual stream is
 // added to y, or two products become silu(gate) * up.
 //
-// A thread block computes a run of grains, which are GRAIN outputs of one matrix (with a gate: of
-// both). Their weights are copied in boxes: GRAIN rows of a matrix, and 256 bytes of each, a span.
-// Its warps divide the width among them: a warp takes every so many spans, and of each all boxes,
-// or with fewer spans than warps some of them. So its part of x stays in registers. `depth` boxes
-// of a warp are in flight, with their scales and zero points. They are multiplied as in pieces.cuh,
-// whose operand for x has room for four rows of it. The sums of all warps are added at the end. Two
-// thread blocks fit on a multiprocessor, so that the weights of the next launch arrive meanwhile.
+// A thread block computes consecutive grains. A grain is GRAIN outputs of one matrix (with a gate:
+// of both). Weights are copied in boxes of GRAIN rows of a matrix and 256 bytes of each row; these
+// columns are a span. The warps of a thread block divide the spans: warp i takes spans i, i +
+// `columns`, ..., so that its part of x stays in registers. It multiplies all boxes of a span; if
+// there are fewer spans than warps, several teams of warps share the boxes. `depth` boxes of each
+// warp are in flight, with their scales and zero points. Products are those of pieces.cuh, whose
+// operand for x has columns for four rows of it. The sums of all warps are added at the end. Two
+// thread blocks fit on a multiprocessor, so the weights of the next launch arrive meanwhile.
 //
 // Rounding is the same as in separate operations, as in linear.cu.
 //
@@ -252,7 +253,7 @@ __device__ __forceinline__ float of_halves(const float (&found)[2], int lane) {
          __shfl_xor_sync(~0u, right ? found[0] : found[1], 4);
 }
 
-// An output of this thread block's.
+// An output of this thread block.
 struct Output {
   int64_t at = 0;   // in (rows, total)
   int row, within;  // of x; output of the thread block
@@ -385,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, TOGETHER)
   }
   __syncthreads();
 
-  // Grains make whole warps.
+  // Shuffles need whole warps: GRAIN times LANES threads are some.
 #pragma unroll 1
   for (int item = threadIdx.x / LANES; item < outputs * ROWS; item += blockDim.x / LANES) {
     const Output output(matrices, item, first, outputs);

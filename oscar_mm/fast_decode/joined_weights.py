@@ -18,10 +18,10 @@ from oscar_mm.fast_decode.low_rank import base_of
 @torch.inference_mode(False)
 @torch.no_grad()
 def join_projections(model: Any) -> None:
-    """Place the query, key and value weights of each layer next to each other, in as much memory.
+    """Place the query, key and value weights of each layer next to each other in memory.
 
-    They stay parameters of their own with the same values. Layers whose projections are quantized
-    or have biases, or were created in inference mode, are left alone.
+    They stay separate parameters with the same values, and take no more memory than before. Layers
+    whose projections are quantized, have biases or were created in inference mode are left alone.
 
     Args:
         model: model that ``PromptLayers.takes`` accepts.
@@ -39,4 +39,4 @@ def join_projections(model: Any) -> None:
                 weight.data = part
             moved = True
     if moved and torch.cuda.is_available():
-        torch.cuda.empty_cache()  # Memory pools outside of PyTorch can use what became free.
+        torch.cuda.empty_cache()  # Page pools, outside of PyTorch, can use what became free.

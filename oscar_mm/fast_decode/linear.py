@@ -3,10 +3,10 @@ decoder layer.
 
 y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
 
-There is a kernel for a few rows, csrc/linear/linear.cu, or with quantized weights linear_few.cu,
-and one for more, linear_rows.cu; on Hopper GPUs, linear_cluster.cu takes its place, up to 128 rows.
-rms_norm.cu precedes the latter two for the norm. All read the weights once, and begin before the
-preceding kernel has ended.
+There is a kernel for a few rows, csrc/linear/linear.cu (for one or two with quantized weights,
+linear_few.cu), and one for more, linear_rows.cu; on Hopper GPUs, linear_cluster.cu takes the place
+of linear_rows.cu for up to 128 rows. Before these two, rms_norm.cu computes the norm. All read the
+weights once, and begin before the preceding kernel has ended.
 """
 
 from __future__ import annotations

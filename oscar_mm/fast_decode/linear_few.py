@@ -1,7 +1,7 @@
 """The kernel of ``linear`` for one or two rows and quantized weights, csrc/linear/linear_few.cu.
 
-The warps of a thread block divide the width among them. TMA brings their boxes of weights, which
-they multiply on matrix units by their parts of x, in registers.
+The warps of a thread block divide the width among them. TMA copies boxes of weights, which each
+warp multiplies on matrix units by its part of x, in registers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.kernels.tensor_map import TensorMap, tensor_map
 
 MAX_FEW_ROWS = 2
-"""Maximum rows of x; the kernel has room for four."""
+"""Maximum rows of x for which ``linear`` uses the kernel, which can take four."""
 BOX_ROW = 256
 """Bytes of a row of a box of weights."""
 MOST_WARPS, TOGETHER, MAX_DEPTH = 8, 2, 16
-"""Most warps of a thread block, thread blocks on a multiprocessor, and most boxes of a warp in
-flight."""
+"""Maximum warps of a thread block, thread blocks on a multiprocessor, and maximum boxes of a warp
+in flight."""
 GRAIN = 16
 """Rows of a box of weights."""
 _RESERVED = 3072
-"""Shared memory of a thread block besides boxes and sums: barriers, squares, and the system's."""
+"""Bytes of shared memory of a thread block besides boxes and sums: barriers, squares, and the
+system's."""
 
 
 class FewParams(ctypes.Structure):
@@ -67,7 +68,7 @@ class FewLaunch(NamedTuple):
         columns: number of warps that divide the width among them.
         teams: number of such groups of warps in a thread block, which divide its boxes.
         depth: boxes of a warp in flight.
-        shared_bytes: shared memory per thread block.
+        shared_bytes: bytes of shared memory per thread block.
     """
 
     blocks: int
@@ -99,7 +100,8 @@ class FewSpecialization(NamedTuple):
     def stage_bytes(self) -> int:
         """Bytes of a box, its scales and zero points."""
         bits, wide, group = self.weights
-        each = (4 if wide else 2) + 1 if bits == 4 else 4
+        # With INT4, each scale has a zero point of one byte.
+        each = (5 if wide else 3) if bits == 4 else 4
         return -(-GRAIN * (BOX_ROW + self.span // group * each) // 128) * 128
 
     def launch(self, grains: int, width: int, blocks: int, limit: int) -> FewLaunch:
@@ -109,7 +111,7 @@ class FewSpecialization(NamedTuple):
             grains: grains of all matrices; with a gate, of one.
             width: columns of the weights.
             blocks: maximum number of thread blocks.
-            limit: shared memory of a thread block for boxes and sums.
+            limit: bytes of shared memory of a thread block for boxes and sums.
 
         Returns:
             The partition; its depth is below 2 if the shared memory is too small.
@@ -136,6 +138,7 @@ class LinearFewKernel(
         self._kernel = self._load("linear/linear_few.cu", specialization.macros())
         self._blocks = multiprocessors(device)
         limit = shared_limit(device)
+        # With less than 200 KiB, half of it would hold too few boxes.
         self._limit = limit // (TOGETHER if limit >= 200 << 10 else 1) - _RESERVED
 
     def takes(self, arguments: LinearArguments) -> bool:

@@ -5,9 +5,9 @@ y_i = x W_i^T + sum over active adapters of scaling * (x A_i^T) B_i^T
 The active adapters are those that PEFT has switched on; they act on all rows. With row adapters
 (``oscar_mm.fast_decode.row_adapters``) each row has its own.
 
-In decode steps of up to 16 rows, the products with A are part of the launch of ``linear``, unless
-its weights are quantized, and csrc/linear/low_rank.cu does the rest in one launch. PyTorch
-operations take more rows.
+With up to 16 rows, as in decode steps, the products with A are part of the launch of ``linear``,
+unless its weights are quantized, and csrc/linear/low_rank.cu does the rest in one launch. With more
+rows, PyTorch operations do it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _HOME = "peft.tuners.lora.layer"
 _ROWS = (1, 2, 4, 8, 16)
 """Numbers of rows for which ``low_rank`` is compiled."""
 THREADS, _AT_ONCE = 64, 8
+"""Threads of a thread block of ``low_rank``, and ranks that a thread reads at once."""
 _MOST_SHARED = 48 << 10
 """Maximum bytes of the factors of all rows and ranks."""
 
@@ -127,7 +128,8 @@ class LowRankSpecialization(NamedTuple):
 
 
 class LowRankKernel(OperationKernel[LowRankSpecialization], operation="low_rank", bound=0.02):
-    """CUDA kernel that adds the products with B of up to 16 rows, and what follows a product."""
+    """CUDA kernel that adds the products with B, for up to 16 rows, and then does what follows a
+    product: it adds the residual stream or applies the gate."""
 
     def __init__(self, specialization: LowRankSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -139,7 +141,7 @@ class LowRankKernel(OperationKernel[LowRankSpecialization], operation="low_rank"
         rows, ranks = len(x), added.up.shape[1]
         if not x.is_cuda or x.dtype not in ELEMENTS or rows > _ROWS[-1] or ranks % _AT_ONCE:
             return None
-        made = LowRankSpecialization(next(x for x in _ROWS if rows <= x), gated, x.dtype)
+        made = LowRankSpecialization(next(most for most in _ROWS if rows <= most), gated, x.dtype)
         kernel = cls.of(made, x.device)
         fits = kernel is not None and kernel._shared_bytes(ranks) <= _MOST_SHARED
         return kernel if fits else None
@@ -219,7 +221,7 @@ class LowRank(NamedTuple):
         fused = kernel is not None
         of_launch = {"norm": norm, "residual": None if fused else residual}
         if fused and not scales and len(weights) < MAX_MATRICES:
-            # Weights of one format: their launch computes ``between`` too.
+            # A and the weights have the same format, so one launch computes both.
             both = linear(x, [*weights, self.down], [*biases, None], **of_launch)
             found, between = both.split([both.shape[1] - len(self.down), len(self.down)], 1)
         else:

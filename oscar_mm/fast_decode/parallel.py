@@ -1,4 +1,4 @@
-"""Parallel: in a CUDA graph, small pieces of work that run at the same time."""
+"""Pieces of work that run in parallel in a CUDA graph, on two streams."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def in_parallel(
 
     In a CUDA graph they run in parallel. Outside a graph they run one after the other, ``beside``
     first, since switching streams costs the host more time than it saves.
+
+    Args:
+        device: device on which both run.
+        work: piece whose result is returned.
+        beside: piece that may run at the same time; its result is dropped.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         beside()

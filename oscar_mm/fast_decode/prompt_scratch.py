@@ -37,8 +37,8 @@ MAX_PIECE = 1024
 """Maximum number of rows of a pass, which takes about 25 ms (8B, H200). With more, a GPU computes
 no faster per token, and fewer of the decode steps share the weights with prompts."""
 MAX_PROMPTS = 8
-"""Maximum number of prompts that have tokens in a piece. Attention takes 0.7 us a layer for each,
-also for those that a piece does not have (H200)."""
+"""Maximum number of prompts that have tokens in a piece. Attention takes 0.7 us per layer for each
+of them, even if a piece has fewer (H200)."""
 _MAX_TOKENS = 8192
 _MEMORY_SHARE = 128
 """The scratch takes at most this fraction of the GPU's memory: 1/128."""

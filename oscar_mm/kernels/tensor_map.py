@@ -28,9 +28,9 @@ def tensor_map(
     Elements of a box beyond the matrix are zeros.
 
     Args:
-        matrix: (rows, width); rows are multiples of 16 bytes.
+        matrix: (rows, width).
         box_rows: rows of a box, at most 256.
-        row_bytes: bytes of a box's rows, at most 256 elements.
+        row_bytes: bytes of each row of a box, at most 256 elements.
         swizzled: whether chunks of 16 bytes are swizzled in shared memory, for wgmma.
 
     Raises:

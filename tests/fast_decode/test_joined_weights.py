@@ -99,6 +99,7 @@ def test_matrices_that_are_not_adjacent_are_not_joined() -> None:
 def test_one_product_equals_three(residual: bool, device: str) -> None:
     whole = torch.randn(96, 64, dtype=torch.bfloat16, device=device)
     weights = list(whole.split([64, 16, 16]))
+    assert joined(weights) is not None
     x, more = (torch.randn(300, n, dtype=torch.bfloat16, device=device) for n in (64, 96))
     arguments = LinearArguments.of(x, weights, residual=more if residual else None)
     found, expected = linear_on_gpu(arguments), linear_by_torch(arguments)
