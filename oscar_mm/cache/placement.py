@@ -1,7 +1,8 @@
 """Placement: which slots new tokens take, and a forecast of the slots that a request will take.
 
 ``TokenPlacer`` applies the rules to the tokens of a prompt and then to each token of the answer,
-and plans what every layer does. ``slot_forecast`` computes the resulting slot counts in advance,
+and plans what every layer does; ``oscar_mm.cache.steady_rows`` does so for many answers at once,
+while their slots do not change. ``slot_forecast`` computes the resulting slot counts in advance,
 for every length of the answer.
 """
 
