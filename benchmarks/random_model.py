@@ -186,7 +186,7 @@ RANDOM_MODELS |= {
 }
 """Released models, also with quantized weights or adapters."""
 _RANK = 16
-"""Rank of adapters."""
+"""Rank of each adapter."""
 
 
 def build(
@@ -218,11 +218,11 @@ def build(
     # This initializes buffers such as RoPE frequencies, and sets weights to default values.
     model.initialize_weights()
     _fill(model, torch.Generator(device).manual_seed(seed))
-    part = family_of(released.family).text_part(model)
+    text = family_of(released.family).text_part(model)
     if released.weights is not None:
-        quantize(model, part.get_decoder(), released.weights)
+        quantize(model, text.get_decoder(), released.weights)
     if released.adapters:
-        _adapt(part, released.adapters)
+        _adapt(text, released.adapters)
     ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
     for part in {model, getattr(model, "thinker", model)}:
         part.generation_config = ends
@@ -255,19 +255,19 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def _adapt(part: Any, count: int) -> None:
-    """Put random adapters around all projections of a decoder's layers."""
-    for path, module in list(part.get_decoder().named_modules()):
+def _adapt(text: Any, count: int) -> None:
+    """Put ``count`` random LoRA adapters around each projection of a text model's decoder."""
+    for path, module in list(text.get_decoder().named_modules()):
         if path.endswith("_proj"):
             weight, ranks = module.weight, count * _RANK
             down = torch.randn(ranks, weight.shape[1], dtype=weight.dtype, device=weight.device)
             up = torch.randn(len(weight), ranks, dtype=weight.dtype, device=weight.device)
             adapted = AdaptedLinear(module, down / weight.shape[1] ** 0.5, up / 10)
-            part.get_decoder().set_submodule(path, adapted)
+            text.get_decoder().set_submodule(path, adapted)
     idle = torch.ones(count + 1, count * _RANK, dtype=torch.bool)
     for place in range(count):
         idle[place + 1, place * _RANK : (place + 1) * _RANK] = False
-    RowAdapters({str(i): str(i) for i in range(count)}, idle.to(part.device)).attach(part)
+    RowAdapters({str(i): str(i) for i in range(count)}, idle.to(text.device)).attach(text)
 
 
 def _llava_next(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:

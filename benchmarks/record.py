@@ -123,12 +123,12 @@ def command(module: str, arguments: Sequence[str]) -> str:
 
 
 def exit_code(module: str, arguments: Sequence[str], run: Callable[[str], int | None]) -> int:
-    """Run a benchmark; return its exit code, or 2 after printing an error if its input is invalid.
+    """Run a benchmark and return its exit code; if its input is invalid, print why and return 2.
 
     Args:
         module: name of the benchmark, like "benchmarks.language".
         arguments: command line after the name.
-        run: function of the recorded command line; returns an exit code, or None for 0.
+        run: function that takes the command line to record and returns an exit code, None for 0.
     """
     try:
         return run(command(module, arguments)) or 0

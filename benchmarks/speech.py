@@ -42,8 +42,8 @@ FACTORS = {1: 0.25, 16: 0.8}
 HOUR_MB = 900
 """Maximum MB of an hour of conversation, in both caches."""
 SESSIONS = 100
-"""Number of conversations with interruptions, after which nothing may be held."""
-SMALLEST = 511
+"""Number of conversations with interruptions, after which no memory may be in use."""
+MAX_LEFT = 511
 """Maximum bytes that a conversation may leave on a GPU: less than torch's smallest block."""
 NOTES = [
     "Qwen3-Omni-30B-A3B with random weights in bfloat16, policy standard unless --policy names "
@@ -234,7 +234,7 @@ def bounds(rows: Sequence[Row]) -> Iterator[tuple[str, float, float]]:
         if "held_bytes" in row:
             after = f"after {row['sessions']} interrupted conversations"
             yield f"bytes held {after}", row["held_bytes"], 0
-            yield f"more bytes allocated {after}", row["grown_bytes"], SMALLEST * row["sessions"]
+            yield f"more bytes allocated {after}", row["grown_bytes"], MAX_LEFT * row["sessions"]
 
 
 def verdict(value: float, most: float | None) -> str:

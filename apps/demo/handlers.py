@@ -111,8 +111,8 @@ class Handlers:
         longest: float,
         *scenario: str,
     ) -> Iterator[tuple]:
-        """Answer a recording of the microphone; also return the key of the speech that comes, and
-        at the end the whole speech."""
+        """Answer a recording of the microphone; also return the key of its speech once, and at the
+        end the whole speech."""
         session, files = self._session(request), [recording] if recording else []
         yield from self._answer_aloud(session, files, temperature, longest, scenario)
 

@@ -181,7 +181,7 @@ class MeasuredChat:
             options: options for the answer, such as max_new_tokens and temperature.
             stop: event that ends the answer; the text so far is kept.
             parts: texts and media of the question in order, if not all media precede the text.
-            aloud: takes the speech as it comes; None if nobody listens.
+            aloud: receiver of the speech, piece by piece; None for an answer in text.
 
         Raises:
             InputError: see ``Chat.stream``; the chat remains unchanged.
@@ -221,7 +221,7 @@ class MeasuredChat:
         yield text
 
     def _read_by(self, frames: int) -> str:
-        """Return the text that the talker has read for frames of speech: a token for each."""
+        """Return the text that the talker has read after a number of frames: one token a frame."""
         if (running := self.chat.answering) is None:
             return ""
         ids = running.written.token_ids[:frames]

@@ -129,5 +129,5 @@ def _mounted(page: Any, sessions: Sessions, host: str, folder: Path) -> FastAPI:
 async def _speech(sessions: Sessions, request: Request) -> Response:
     """Stream the speech of an answer while it is made."""
     if (found := sessions.speech(request.path_params["key"])) is None:
-        return PlainTextResponse("this speech is not there any more", 404)
+        return PlainTextResponse("this speech is gone: ask again to hear an answer", 404)
     return StreamingResponse(found.lines(), media_type="application/x-ndjson")

@@ -151,7 +151,8 @@ class Session:
             self._show(exchange)
             self.active = exchange
             aloud = SpokenAnswer()
-            self.aloud = aloud if is_talk else self.aloud
+            if is_talk:
+                self.aloud = aloud
             try:
                 yield from self._answer(exchange, text, files)
             finally:

@@ -231,7 +231,7 @@ class Sessions:
             self.folder.save_later(session)
 
     def speech(self, key: str) -> SpokenAnswer | None:
-        """Return the speech of a conversation's latest answer; None if none has this key."""
+        """Return the speech with this key if it is a session's latest; otherwise None."""
         with self._lock:
             found = [session.aloud for session in self._sessions.values()]
         return next((one for one in found if one is not None and one.key == key), None)

@@ -14,6 +14,7 @@ import numpy as np
 from oscar_mm.engine.speech import Speech
 
 _LOOKS_PER_S = 50
+"""Number of times per second that the server looks for new pieces."""
 MARKUP = '<div class="voice"><output aria-label="Captions"></output></div>'
 SCRIPT = """
 const caption = element.querySelector('output'), voice = element.querySelector('.voice');
@@ -81,18 +82,20 @@ const play = async (key) => {
 element.addEventListener('quiet', quiet);
 element.addEventListener('play', ({detail}) => play(detail).catch(() => {}));
 """
-"""Script of the player: it plays pieces as they come, and shows what is said.
+"""Script of the player: it plays pieces as they come, and shows the words with the sound.
 
 While the answer is made, the captions have the words that the talker has read by the end of the
 piece that plays; then the same share of the text as of the speech."""
 QUIET = """document.querySelector('#voice .voice')?.parentElement
   .dispatchEvent(new CustomEvent('quiet'))"""
+"""Expression that silences the player."""
 PLAY_SCRIPT = """(key) => { document.querySelector('#voice .voice').parentElement
   .dispatchEvent(new CustomEvent('play', {detail: key})); }"""
+"""Function that plays the speech with a key."""
 
 
 class _Piece(NamedTuple):
-    """Speech with what is said by its end."""
+    """Piece of speech as 16-bit little-endian samples, and the text that is said by its end."""
 
     samples: bytes
     rate: int
@@ -100,7 +103,7 @@ class _Piece(NamedTuple):
 
 
 class SpokenAnswer:
-    """Speech of one answer: one thread adds pieces, and the page's server sends them.
+    """Speech of one answer: the thread of the answer adds pieces, and the page's server sends them.
 
     Attributes:
         key: unguessable name of the speech in its address.

@@ -142,7 +142,8 @@ class Listening:
         """Add a message of texts and images to the next question, after what was heard so far.
 
         Raises:
-            InputError: if it has other media, or the part before it has less than 0.1 seconds.
+            InputError: if it has other media, or the recording before it lasts less than 0.1
+                seconds.
         """
         for medium in message.media:
             if medium.modality is not Modality.IMAGE:
@@ -159,7 +160,8 @@ class Listening:
         """Answer the messages that were added, as in ``Chat.tell_all``.
 
         Raises:
-            InputError: if something was heard, or there are none, or see ``Chat.tell_all``.
+            InputError: if a recording is among them or no message was added; see also
+                ``Chat.tell_all``.
         """
         with self._lock:
             self._check_open()

@@ -192,7 +192,7 @@ class AnswerStream:
         return AsyncPieces(self.spoken_pieces(), self._cancel, self._taken)
 
     def spoken_pieces(self) -> Iterator[Piece | Speech]:
-        """Yield ``pieces``, and the speech as ``Speech``."""
+        """Yield all remaining ``pieces``, and the speech as ``Speech`` in between."""
         for piece in self._pieces:
             if isinstance(piece, Answer):
                 self._result = piece

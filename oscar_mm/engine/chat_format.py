@@ -134,7 +134,7 @@ class ChatFormat:
         return offer
 
     def call_tokens(self, offer: ToolOffer | None) -> frozenset[int]:
-        """Return the tokens that begin calls, as far as their marks are single tokens."""
+        """Return the ids of the tokens that begin tool calls, of marks that are single tokens."""
         if offer is None:
             return frozenset()
         marks = mark_tokens(self.processor.tokenizer, offer.tool_format)

@@ -56,7 +56,7 @@ class RequestState:
         self.adapter = adapter
         self.end_tokens = sampling.end_tokens(end_tokens)
         self.sampler = SamplingState(sampling, seen, self.end_tokens, bad_words, thinks)
-        self.tokens = self.sampler.chosen
+        self.tokens = self.sampler.chosen  # One list, to which the sampler's ``note`` appends.
         self.logprobs: list[TokenLogprob] = []
         self.next_logprob: TokenLogprob | None = None
         self.ended = False

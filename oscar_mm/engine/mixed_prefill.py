@@ -266,7 +266,7 @@ class MixedPrefill:
         """Launch a piece unless it was launched with a decode step; then sample the first tokens of
         the prompts that it completes, and store their keys and values."""
         if piece.logits is None:
-            # Not in the size for passes with decoding rows, which would take one more graph.
+            # In its size without decoding rows: any other would need a graph of its own.
             size = _piece_size(0, sum(x.last - x.first for _, x in self._ranges))
             piece = piece if size == piece.shape.rows else self._prepared(size)
             self._scratch.run_alone(piece)

@@ -99,7 +99,7 @@ class PrefillRunner:
         fast = self.family.device.type == "cuda" and PromptLayers.takes(model)
         if fast:
             join_projections(model)
-        self._weights = weights_key(model)
+        self._weights = weights_key(model)  # Now, since joining moves weights.
         self._layers = PromptLayers(model, MAX_TOKENS) if fast else None
         return True
 

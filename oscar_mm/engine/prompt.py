@@ -22,8 +22,9 @@ class Prompt:
     Attributes:
         inputs: arguments of the model's forward, without positions: input_ids (batch, tokens),
             pixel values, grids, attention_mask if there is padding (on the left), ... All are
-            tensors, except the samples of recordings, which are a list of tensors. They may stay on
-            the CPU until they are used, see ``arguments``; the host reads ids without waiting.
+            tensors, except the samples of recordings, which are a list of tensors. All may stay on
+            the CPU until the model uses them, see ``arguments``; the host can read ids on the CPU
+            without waiting for a GPU.
         positions: (axes, batch, tokens) or (batch, tokens) position ids, on the device of the
             model's inputs; on the CPU when built by a family, see ``to``.
         next_position: (batch,) RoPE position of the first new token, usually on the CPU.
@@ -69,8 +70,8 @@ class Prompt:
         }
 
     def to(self, device: torch.device) -> Prompt:
-        """Return the prompt with its positions on another device, for the model's inputs to be
-        moved there."""
+        """Return the prompt with its positions on another device, where ``ids`` and ``arguments``
+        then return tensors."""
         return replace(self, positions=_moved(self.positions, device))
 
     def positions_after(self, count: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Speech:
     Attributes:
         samples: (samples,) float32, mono, from -1 to 1.
         sample_rate: samples per second.
-        frames: number of frames of the answer's speech up to its end.
+        frames: number of frames of the answer's speech up to the end of these samples.
     """
 
     samples: np.ndarray

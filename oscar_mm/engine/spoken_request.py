@@ -95,7 +95,7 @@ class SpokenRequest(Request):
         )
 
     def _speech_memory(self) -> MemoryReport | None:
-        """Return the memory of the speech so far; None if there is none."""
+        """Return the memory of the speech so far, in the engine thread; None if there is none."""
         cache = self.voice.cache
         if self.voice.memory is not None or cache is None or cache.closed:
             return self.voice.memory

@@ -18,9 +18,8 @@ def test_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert {"oscar_mm", "python", "torch", "transformers"} <= set(record.versions)
 
 
-def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error of invalid input is one line; a run sees the command without this machine's
-    folders."""
+def test_invalid_input_is_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other runs return their exit code, and get the command without this machine's folders."""
 
     def invalid(_: str) -> None:
         raise InputError("--tokens must be 1 or more")

@@ -30,7 +30,7 @@ def test_a_dry_run(
     assert re.search(r"bytes held after 6 interrupted conversations\W+0.000\W+0: met", said)
 
 
-def test_each_bound_is_compared() -> None:
+def test_each_bound_is_compared_with_what_was_measured() -> None:
     long = {"case": "in a chat", "past_s": 1.0, "first_audio_s": 0.4, "voices": 1, "factor": 0.2}
     long |= {"bytes_an_hour": 8e8, "talker_bytes_an_hour": 1e8}
     many = {"case": "new", "voices": 16, "factor": 0.81, "first_audio_s": 1.0}

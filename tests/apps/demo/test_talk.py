@@ -65,6 +65,7 @@ def test_the_page_gets_the_text_first_and_then_the_speech(
     assert escape(answer.strip()[:4]) in last[0]
     rate, samples = last[-2]
     assert rate == 24_000 and samples.dtype == np.int16 and np.abs(samples).max() > 100
+    # The key comes once, and names what the page may play meanwhile.
     keys = [one[-1] for one in (*shown, last) if one[-1] != gr.skip()]
     spoken = talking.speech(keys[0])
     assert len(keys) == 1 and spoken is not None and talking.speech("") is None
