@@ -163,7 +163,7 @@ class Reservation:
         begin: number of tokens in the cache after prefill.
         added: (tokens,) bytes added after 0, 1, 2, ... tokens of the answer.
         spares: bytes of the spare states, included in ``added``, which decode steps allocate.
-        most: (tokens,) maximum of ``added`` from each number of tokens on.
+        most: (tokens,) maximum of ``added`` after each number of tokens or more.
     """
 
     cache: OscarCache

@@ -418,16 +418,16 @@ class DeferredSteps(Protocol):
         ...
 
 
-def _with_all_steps(field: str) -> Any:
-    """Return a property for a field, which first adds the steps that were deferred."""
+def _with_all_steps(name: str) -> Any:
+    """Return a property for an attribute, which first adds the steps that were deferred."""
 
     def get(row: SequenceTable) -> Any:
         row.settle()
-        return getattr(row, field)
+        return getattr(row, name)
 
     def set_(row: SequenceTable, value: Any) -> None:
         row.settle()
-        setattr(row, field, value)
+        setattr(row, name, value)
 
     return property(get, set_)
 
@@ -436,8 +436,8 @@ class SequenceTable:
     """Block table of one row of the batch: its streams, and which stream each token is in.
 
     While decode steps are planned for many rows at once (``SteadyRows``), the table lags behind.
-    Whatever reads or sets an attribute ends that, and finds all tokens in the table; ``peek`` does
-    not end it.
+    Reading or setting any attribute but ``deferred`` and ``length`` first adds the missing tokens
+    to the table, and so ends these steps; ``peek`` does not end them.
 
     Attributes:
         codes: stream code of every token.
@@ -484,7 +484,7 @@ class SequenceTable:
 
     @property
     def fields(self) -> tuple[bytearray, dict[int, ModalityTable], int, list[int]]:
-        """Codes, streams, stored and spare, in one go."""
+        """All four of codes, streams, stored and spare; the deferred steps are added once."""
         self.settle()
         return self._codes, self._streams, self._stored, self._spare
 
@@ -532,7 +532,7 @@ class SequenceTable:
         return pages, slots
 
     def _with_text_last(self) -> list[ModalityTable]:
-        """Return the streams; answers extend the last one."""
+        """Return the streams with text last, whose entries ``SteadyRows`` extends in place."""
         text = self.streams.get(Modality.TEXT)
         others = [stream for stream in self.streams.values() if stream is not text]
         return others if text is None else [*others, text]

@@ -168,7 +168,7 @@ class KVCacheManager:
 
     @property
     def tables(self) -> list[SequenceTable]:
-        """The sequences, to be read only; unlike a look at ``sequences``, this changes no plan."""
+        """The sequences, to be read only; unlike ``sequences``, they end no steady steps."""
         return [sequence.peek() for sequence in self.sequences]
 
     @property
@@ -213,7 +213,7 @@ class KVCacheManager:
             return self._placed(modalities)
 
     def _placed(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
-        """Add new tokens that were not planned ahead."""
+        """Add new tokens that were not planned ahead, and return the step for the layers."""
         steady = None
         if isinstance(modalities, np.ndarray) and modalities.shape[1] == 1:
             # No row begins its steady steps here: single rows without graphs gain nothing.
@@ -432,7 +432,7 @@ class _PlannedStep(NamedTuple):
         step: the planned step.
         version: ``KVCacheManager.version`` when the step was planned.
         modalities: (batch, 1) ids of the tokens.
-        rows: what the step does to each row that is not steady.
+        rows: index of each row that is not steady -> what the step does to it.
     """
 
     step: StepPlan
@@ -460,7 +460,7 @@ class _PlannedStep(NamedTuple):
         )
 
     def take_place(self, modalities: np.ndarray, kv_manager: KVCacheManager) -> StepPlan:
-        """Apply the plan to the sequences and allocators, and return the step for the layers."""
+        """Apply the plan to a KV cache manager, and return the step for the layers."""
         sequences, continues = kv_manager.sequences, modalities[:, 0] != PADDING
         step = StepPlan(planned=self.step, real=real_tokens(modalities))
         if self.step.steady is not None:
@@ -487,8 +487,11 @@ def _others(sequences: list[SequenceTable], steady: SteadyStep | None) -> list[i
 
 
 class _PastRows(Sequence[SequenceTable]):
-    """The rows of a batch before a step. Tables of steady rows are made when they are read, which a
-    step in flight does not need."""
+    """The rows of a batch before a step.
+
+    Tables of steady rows are made only when they are read: attention has arrays instead
+    (``SteadyStep.past``).
+    """
 
     def __init__(self, rows: list[SequenceTable], steady: SteadyStep) -> None:
         self._steady, self._count = steady, len(rows)

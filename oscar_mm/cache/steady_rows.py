@@ -34,7 +34,7 @@ from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 _TEXT = int(Modality.TEXT)
 _MIN_ROWS = 8
-"""Minimum number of rows for which the arrays grow."""
+"""Minimum number of rows by which the arrays grow."""
 
 
 class SteadyRow:
@@ -113,9 +113,12 @@ class SteadyRows:
         self._formats = first, second
         self._appends_tokens = codec_of(policy).appends_tokens
         self.lock, self.free = threading.RLock(), list[int]()
-        self.counts, self._left, self._turn, self._page, self._first = np.zeros((5, 0), np.int32)
-        # A row that packs tokens uses its slots in turn. They come twice, so that those in use are
-        # adjacent wherever the turn begins.
+        # By row: steps so far, and steps left. Index in ``_slots`` of the oldest slot in use, or of
+        # the next spare slot if no tokens are packed. Page that tokens move to, or -1, and the
+        # index in it of the next token.
+        self.counts, self._left, self._head, self._page, self._first = np.zeros((5, 0), np.int32)
+        # The slots of a row that packs tokens are a ring. They come twice, so that those in use are
+        # adjacent wherever its head is.
         self._slots = np.zeros((0, max(2 * (policy.window + 1), MAX_SPARE + 1)), np.int32)
         self._past = StoredTokens.of([SequenceTable().entries(self._formats)])
 
@@ -128,7 +131,7 @@ class SteadyRows:
         before = SequenceTable(*row.fields)
         stream, place = before.streams[_TEXT], self._place()
         packs = self._room(stream) > 0
-        self.counts[place] = self._turn[place] = 0
+        self.counts[place] = self._head[place] = 0
         self._left[place] = steps
         self._page[place] = stream.pages[-1] if packs else -1
         self._first[place] = stream.stops[-1] if packs else 0
@@ -141,7 +144,8 @@ class SteadyRows:
     def _steps(
         self, codes: bytearray, streams: dict[int, ModalityTable], stored: int, spare: list[int]
     ) -> int:
-        """Return the number of steady steps that follow, 0 or less if there are none.
+        """Return the number of steady steps that follow, 0 or less if there are none; the arguments
+        are the ``fields`` of a row.
 
         All tokens in the window must be text, since another stream's token may leave it otherwise.
         """
@@ -176,7 +180,7 @@ class SteadyRows:
             rows = len(self.counts)
             more = max(rows, _MIN_ROWS)
             self.free += range(rows, rows + more)
-            for name in ("counts", "_left", "_turn", "_page", "_first", "_slots"):
+            for name in ("counts", "_left", "_head", "_page", "_first", "_slots"):
                 array = getattr(self, name)
                 setattr(self, name, _grown(array, (rows + more, *array.shape[1:])))
             self._past = StoredTokens(
@@ -231,12 +235,16 @@ class SteadyRows:
         if not rows:
             return None
         places = np.array([one.place for one in found])
-        turn, page = self._turn[places], self._page[places]
+        head, page = self._head[places], self._page[places]
+        # A row that packs tokens takes the spare slot, which comes after those of the window.
         window = self._policy.window
         return SteadyStep(
-            *(np.array(rows), found, places, self.counts[places]),
-            slots=self._slots[places, turn + window * (page >= 0)],
-            sources=np.where(page >= 0, self._slots[places, turn], -1),
+            rows=np.array(rows),
+            deferred=found,
+            places=places,
+            counts=self.counts[places],
+            slots=self._slots[places, head + window * (page >= 0)],
+            sources=np.where(page >= 0, self._slots[places, head], -1),
             pages=page,
             first=self._first[places],
             bits=self._bits,
@@ -244,9 +252,10 @@ class SteadyRows:
         )
 
     def _past_of(self, places: np.ndarray) -> StoredTokens:
-        items, recents, counts = self._past
-        in_16_bit, in_pages = (counts := counts[places]).max(0).tolist()
-        return StoredTokens(items[places, :in_pages], recents[places, :in_16_bit], counts)
+        items, recents, lengths = self._past
+        lengths = lengths[places]
+        in_16_bit, in_pages = lengths.max(0).tolist()
+        return StoredTokens(items[places, :in_pages], recents[places, :in_16_bit], lengths)
 
     def holds(self, step: SteadyStep, sequences: Sequence[SequenceTable]) -> bool:
         """Return whether a planned step still comes next for its rows of these sequences."""
@@ -262,18 +271,18 @@ class SteadyRows:
         places = step.places
         self.counts[places] += 1
         self._left[places] -= 1
-        self._turn[places] += 1
-        items, recents, counts = self._past
+        self._head[places] += 1
+        items, recents, lengths = self._past
         packs = step.sources >= 0
         window, packing, others = self._policy.window, places[packs], places[~packs]
-        recents[others, counts[others, 0]] = step.slots[~packs]
-        counts[others, 0] += 1
+        recents[others, lengths[others, 0]] = step.slots[~packs]
+        lengths[others, 0] += 1
         if len(packing):
-            self._turn[packing] %= window + 1
+            self._head[packing] %= window + 1
             self._first[packing] += 1
-            items[packing, counts[packing, 1] - 1, 1] += 1
-            columns = counts[packing, :1] + np.arange(-window, 0)
-            in_use = sliding_window_view(self._slots, window, 1)[packing, self._turn[packing]]
+            items[packing, lengths[packing, 1] - 1, 1] += 1
+            columns = lengths[packing, :1] + np.arange(-window, 0)
+            in_use = sliding_window_view(self._slots, window, 1)[packing, self._head[packing]]
             recents[packing[:, None], columns] = in_use
 
 

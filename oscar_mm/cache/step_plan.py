@@ -153,8 +153,9 @@ class AttentionShape(NamedTuple):
 
 
 class SteadyStep(NamedTuple):
-    """Step of the steady rows of a batch, see ``oscar_mm.cache.steady_rows``. Each array has an
-    element for each of these rows.
+    """Step of the steady rows of a batch, see ``oscar_mm.cache.steady_rows``.
+
+    Each array is (steady rows,) of integers.
 
     Attributes:
         rows: rows of the batch, in ascending order.
@@ -163,8 +164,8 @@ class SteadyStep(NamedTuple):
         counts: number of steps before this one.
         slots: 16-bit slot that the new token takes.
         sources: 16-bit slot whose token is packed; -1 if none is packed.
-        pages: page that receives it.
-        first: index of the token in the page.
+        pages: page that receives this token; -1 if none is packed.
+        first: index of this token in the page.
         bits: format of the pages.
         past: tokens stored before the step.
     """
@@ -406,7 +407,8 @@ class StepPlan:
         return {bits: tables([one for one in jobs if one.bits == bits]) for bits in found}
 
     def filled(self) -> None:
-        """Remove the pack jobs, since their tokens are already packed."""
+        """Remove the pack jobs of whole pages, since their tokens are already packed; steady rows
+        have no such jobs."""
         self.pack_jobs = []
         self._made = {key: made for key, made in self._made.items() if key[0] != "whole pages"}
 
@@ -514,8 +516,8 @@ class GraphTables:
             writes[: step.writes.shape[1]] = step.writes.T
         self._tokens[_WRITES] = writes
         begins_any = any(pack_job.begins for pack_job in step.pack_jobs)
-        names = writes.tolist() if begins_any and self.packs_at_end else ()
-        written = {row: slot for row, _, slot in names}
+        listed = writes.tolist() if begins_any and self.packs_at_end else ()
+        written = {row: slot for row, _, slot in listed}
         for bits in () if self.packs_whole_pages else self._policy.packed_bits:
             pack_jobs = [pack_job for pack_job in step.pack_jobs if pack_job.bits == bits]
             of_row = self._lines[bits]

@@ -120,7 +120,13 @@ class StoredTokens(NamedTuple):
         return cls(_by_row(items, in_pages), _by_row(recents, in_16_bit), counts)
 
     def beside(self, other: StoredTokens, rows: np.ndarray) -> StoredTokens:
-        """Return the tokens of these and other sequences, whose indices will be ``rows``."""
+        """Return the tokens of these sequences and others.
+
+        Args:
+            other: tokens of the other sequences.
+            rows: (other sequences,) index of each of them in the result, ascending; these sequences
+                take the remaining indices, in order.
+        """
         count = len(self.counts) + len(other.counts)
         rest = np.ones(count, bool)
         rest[rows] = False

@@ -97,8 +97,8 @@ RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "full_size-nvidi
 HIDDEN = {"llava": 4096, "qwen3-vl-8b": 4096, "qwen3-vl-30b-a3b": 2048, "qwen3-omni": 2048}
 
 
-def test_what_an_answer_may_still_take() -> None:
-    """Also where a page that begins takes less than the tokens before it."""
+def test_a_reservation_is_the_most_that_an_answer_may_still_take() -> None:
+    """Also where bytes shrink: a page that begins takes less than the tokens before it."""
     cache = OscarCache(KVPolicy.preset("standard"))
     added = np.random.default_rng(0).integers(0, 1000, 30)
     reservation = Reservation(cache, 4, added)

@@ -418,9 +418,8 @@ def test_a_step_is_as_it_was_planned(bits, window: int, by_token: bool) -> None:
         ({"text": 2, "image": 16}, 32, True),
     ],
 )
-def test_many_steps_that_nothing_looks_at(bits, window: int, by_token: bool) -> None:
-    """Steps that are planned for all rows at once store the tokens where single steps do, over
-    several pages; rows end, join others and are forked in between."""
+def test_steady_steps_store_tokens_where_single_steps_do(bits, window: int, by_token: bool) -> None:
+    """Over several pages; in between, rows pause, change places and are forked."""
     how = STREAM if by_token else WHOLE
     policy = KVPolicy(bits=bits, window=window, sinks=3, **how)
     numbers, other = Numbers(policy), KVCacheManager(PageStore(policy))
