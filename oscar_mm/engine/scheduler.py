@@ -638,6 +638,6 @@ class Scheduler:
 
 
 @lru_cache(maxsize=_CLIENTS)
-def _prefixes(client: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _prefixes(client: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return the client with only its first name, with its first two names, and so on."""
-    return [client[:count] for count in range(1, len(client) + 1)]
+    return tuple(client[:count] for count in range(1, len(client) + 1))
