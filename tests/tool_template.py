@@ -38,3 +38,7 @@ def with_tools(template: str) -> str:
 
 
 TOOL_TEMPLATE = with_tools(QWEN3_VL_TEMPLATE)
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+"""A tool, as requests offer it."""
+CALL = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
+"""A call of it, as the model writes it."""

@@ -13,7 +13,7 @@ from oscar_mm.pipelines.families.qwen3_omni_talker import OmniVoice, Qwen3OmniTa
 from tests.pipelines.conftest import exact
 from tests.prompts import noise, tone
 from tests.thinking import ids_of, saying
-from tests.tool_template import with_tools
+from tests.tool_template import CALL, FIND, with_tools
 
 SEED = 2
 """A seed with which the talker speaks the answers in at least ``FRAMES`` frames."""
@@ -181,10 +181,6 @@ def test_a_model_without_a_talker_refuses(speaking, chat: Chat, monkeypatch) -> 
     monkeypatch.setattr(speaking.family, "talker", None)
     with pytest.raises(InputError, match="no talker"):
         chat.ask("What?", speak=True)
-
-
-FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
 
 
 def test_calls_are_not_spoken(qwen3_omni_calls_folder) -> None:

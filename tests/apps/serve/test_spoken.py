@@ -26,7 +26,7 @@ from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
 from tests.pipelines.conftest import NEVER
 from tests.thinking import ids_of, saying
-from tests.tool_template import with_tools
+from tests.tool_template import CALL, FIND, with_tools
 
 QUESTION = [user(sound(wav()), image(png()), text("What is it?"))]
 ASKED: dict[str, Any] = {
@@ -107,10 +107,6 @@ def test_a_stream(pipe, talk) -> None:
     assert next(place for place, one in enumerate(audio) if "data" in one) < words[-1]
     assert [*audio[-1]] == ["id", "expires_at"] and chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].usage.completion_tokens_details.audio_tokens == answer.speech_tokens
-
-
-FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
 
 
 def test_calls_come_beside_the_speech(qwen3_omni_calls_folder) -> None:
