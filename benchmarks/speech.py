@@ -190,7 +190,7 @@ def together(pipe: OscarOmniPipeline, voices: int) -> Row:
 def interrupted(pipe: OscarOmniPipeline) -> Row:
     """Interrupt answers, and return what is held once all conversations are closed."""
     device = pipe.family.device
-    for number in range(12):  # Pools grow, and steps are captured.
+    for number in range(12):  # Pools that grow and steps that are captured now are not counted.
         interrupt(pipe, number)
     begin, before = time.perf_counter(), allocated(device).get("requested", 0)
     for number in range(SESSIONS):
