@@ -348,7 +348,7 @@ class ApiRequest:
         adapter: name of the adapter that answers, or None.
         spoken: voice and audio format of the answer; None for an answer in text.
         script: text to read aloud instead of an answer of the model; or None.
-        keeps: whether later requests may continue the conversation.
+        keeps: whether the conversation is stored, so that later requests may continue it.
     """
 
     model: str | None

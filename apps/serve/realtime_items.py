@@ -60,7 +60,7 @@ class Entry:
         tokens: number of tokens of an answer.
         speech_ms: milliseconds of speech of an answer that were sent.
         frames_per_ms: frames of speech in a millisecond.
-        is_said: whether that is all of it.
+        is_complete: whether all speech of the answer was sent.
     """
 
     item: dict[str, Any]
@@ -71,7 +71,7 @@ class Entry:
     tokens: int = 0
     speech_ms: int = 0
     frames_per_ms: float = 0.0
-    is_said: bool = True
+    is_complete: bool = True
 
     @property
     def id(self) -> str:
@@ -79,13 +79,14 @@ class Entry:
         return self.item["id"]
 
     @property
-    def held(self) -> int:
-        """Number of characters, and of bytes of images, that the server holds for it."""
+    def size(self) -> int:
+        """Number of characters, plus bytes of images, that the server keeps for it."""
         media = () if self.message is None else self.message.media
         return self.characters + sum(len(part.source) for part in media)
 
-    def said_at_most(self, ms: int) -> int:
-        """Return how many tokens the first milliseconds say at most: one in a frame."""
+    def max_tokens_within(self, ms: int) -> int:
+        """Return the maximum number of tokens that the first milliseconds of speech say: a token a
+        frame."""
         return math.ceil(self.frames_per_ms * ms)
 
 
@@ -96,7 +97,7 @@ class RealtimeItems:
         chat: new chat, which ``close`` closes.
         tasks: tasks of the session, which do all that uses the chat, in order.
         source: limits on images, and where they may be fetched from.
-        max_held: maximum number of characters of all items, with the bytes of images that are not
+        max_size: maximum number of characters of all items, plus bytes of images that are not
             answered.
 
     Attributes:
@@ -105,13 +106,13 @@ class RealtimeItems:
         speaks: whether the model answers aloud.
         answering: future that is done after the last event of the running answer; None if none
             runs.
-        unanswered: items that the next answer is to.
+        unanswered: items that the next answer will answer.
     """
 
     def __init__(
-        self, chat: Chat, tasks: RealtimeTasks, source: MediaSource, max_held: int
+        self, chat: Chat, tasks: RealtimeTasks, source: MediaSource, max_size: int
     ) -> None:
-        self.chat, self._tasks, self._source, self._max_held = chat, tasks, source, max_held
+        self.chat, self._tasks, self._source, self._max_size = chat, tasks, source, max_size
         family = chat.pipe.family
         self.hears = Modality.AUDIO in family.reads
         self.speaks = family.talker is not None and bool(family.talker.speakers)
@@ -119,7 +120,7 @@ class RealtimeItems:
         self._entries: dict[str, Entry] = {}
         self.unanswered: list[Entry] = []
         self._later: list[Entry] = []
-        """Texts that came during a recording, and follow it."""
+        """Messages that came during a recording; the chat gets them after it."""
         self.answering: asyncio.Future[None] | None = None
 
     @property
@@ -172,7 +173,8 @@ class RealtimeItems:
         """Add an item that the client has made.
 
         Returns:
-            the item, and the samples at 16 kHz that are to be heard next if it is a recording.
+            The item; and if it is a recording, its (n,) float32 samples at 16 kHz, which the caller
+            must queue for the model.
 
         Raises:
             InputError: if it is invalid; FieldError names the field.
@@ -181,7 +183,7 @@ class RealtimeItems:
         if event.previous_item_id not in (None, self.last_id):
             raise FieldError("items can only be added at the end: leave it out", "previous_item_id")
         if given.id is not None and given.id in self._entries:
-            raise FieldError("is the id of another item", "item.id")
+            raise FieldError("is the id of another item: leave it out", "item.id")
         samples = message = None
         if isinstance(given, MessageItem) and (sound := _only_sound(given)) is not None:
             self.check_hears()
@@ -189,10 +191,10 @@ class RealtimeItems:
         else:
             message = await self._tasks.in_thread(partial(self._message, given))
         entry = Entry(_shown(given), message, 0 if message is None else _characters(message))
-        if entry.held + sum(one.held for one in self._entries.values()) > self._max_held:
+        if entry.size + sum(one.size for one in self._entries.values()) > self._max_size:
             raise FieldError(
-                f"the items of this session have more than {self._max_held:,} characters, and "
-                "bytes of images that are not answered: ask for a response, or begin a new session",
+                "the characters of all items, plus bytes of images that are not answered, exceed "
+                f"{self._max_size:,}: ask for a response, or begin a new session",
                 "item",
             )
         await self.add(entry)
@@ -202,7 +204,11 @@ class RealtimeItems:
         return entry, samples
 
     def _message(self, item: Item) -> Message:
-        """Return the message of an item without sound, after checks."""
+        """Check an item without sound, and return its message.
+
+        Raises:
+            InputError: if it is empty or too large, or an image cannot be decoded.
+        """
         message = self._message_of(item)
         pipe = self.chat.pipe
         pipe.admission.check_message(message)
@@ -225,24 +231,29 @@ class RealtimeItems:
     # What is done in order.
 
     async def instruct(self, text: str, voice: str | None) -> None:
-        """Change the voice, and the system prompt; once it was read, a system message follows."""
+        """Change the voice and the system prompt; if the model has read the old prompt already, the
+        new one is a system message after the items so far."""
         chat, listening = self.chat, self._listening
         if listening is not None:
             listening.speaker = voice
-        if not self._is_begun:
+        if not self._system_is_read:
             chat.system = text or None
         elif text and text != chat.system:
             chat.system = text
             await self.add_text(Entry({}, Message("system", (text,), "instructions")))
 
     @property
-    def _is_begun(self) -> bool:
-        """Whether the system prompt was read."""
+    def _system_is_read(self) -> bool:
+        """Whether the model has read the system prompt."""
         listening = self._listening
         return bool(self.chat.turns or (listening is not None and listening.read_tokens))
 
     async def hear(self, samples: np.ndarray) -> None:
-        """Add (n,) float32 samples at 16 kHz to the current recording."""
+        """Add (n,) float32 samples at 16 kHz to the current recording.
+
+        Raises:
+            InputError: if the chat refuses them; the recording is discarded.
+        """
         listening, reads = self._listening, self.answering is None
         assert listening is not None
         try:
@@ -262,7 +273,11 @@ class RealtimeItems:
             await self._tasks.in_thread(self._listening.catch_up)
 
     async def end_recording(self, entry: Entry) -> None:
-        """Make the current recording an item that is not answered."""
+        """Make the current recording an item that is not answered.
+
+        Raises:
+            FieldError: if the recording was discarded, since it could not be read.
+        """
         assert self._listening is not None
         if not self._listening.is_recording:
             raise FieldError("the sound could not be read, and was discarded", "audio")
@@ -282,7 +297,11 @@ class RealtimeItems:
             await self._tasks.in_thread(partial(self._listening.add, entry.message))
 
     async def _add_answer(self, entry: Entry) -> None:
-        """Add an answer of the client to the messages that are not answered."""
+        """Make the messages that are not answered, and an answer of the client, a turn of the chat.
+
+        Raises:
+            FieldError: if the answer does not follow messages, or follows a recording.
+        """
         messages = [one.message for one in self.unanswered if one.message is not None]
         answer, listening = entry.message, self._listening
         if answer is None or not messages or len(messages) < len(self.unanswered):
@@ -301,12 +320,15 @@ class RealtimeItems:
     def stream(
         self, options: dict[str, Any], tools: ToolOffer | None, *, speak: bool
     ) -> AnswerStream:
-        """Ask what was not answered, in a thread.
+        """Ask for an answer to the items that are not answered, and stream it; runs in a thread.
 
         Args:
             options: sampling options.
             tools: the session's tools with the choice of this answer.
             speak: whether the answer is spoken.
+
+        Raises:
+            InputError: if all items are answered; see also ``Chat.stream``.
         """
         if not self.unanswered:
             raise InputError("there is nothing to answer: create an item first")
@@ -328,7 +350,11 @@ class RealtimeItems:
         self.unanswered = [entry for entry in self.unanswered if entry not in asked]
 
     async def delete(self, item_id: str) -> None:
-        """Remove a recording that was answered, also from the cache."""
+        """Remove a recording that was answered, also from the cache.
+
+        Raises:
+            FieldError: if it was not answered, or something is heard or answered now.
+        """
         entry, listening = self.find(item_id), self._listening
         if entry.turn is None or entry.medium is None:
             raise FieldError("only recordings that were answered can be deleted", "item_id")
@@ -343,7 +369,12 @@ class RealtimeItems:
         self.chat.forget(of_turn[medium])
 
     async def truncate(self, entry: Entry, end_ms: int) -> None:
-        """Remove from the last answer what follows the first milliseconds of its speech."""
+        """Remove from the last answer what follows the first milliseconds of its speech.
+
+        Raises:
+            FieldError: if it is not the last answer, was not spoken, calls functions or is shorter,
+                or if the model has read what follows it.
+        """
         if self.answering is not None:
             await self.answering
         if entry.turn != len(self.chat.turns) - 1 or not entry.speech_ms:
@@ -355,7 +386,7 @@ class RealtimeItems:
         if end_ms > entry.speech_ms:
             raise FieldError(f"the answer lasts {entry.speech_ms} ms", "audio_end_ms")
         whole = math.ceil(entry.tokens * end_ms / entry.speech_ms)
-        await self.shorten(entry, whole if entry.is_said else entry.said_at_most(end_ms))
+        await self.shorten(entry, whole if entry.is_complete else entry.max_tokens_within(end_ms))
         entry.speech_ms = end_ms
         told = {"item_id": entry.id, "content_index": 0, "audio_end_ms": end_ms}
         await self._tasks.tell("conversation.item.truncated", **told)

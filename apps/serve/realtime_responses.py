@@ -65,7 +65,7 @@ class Response:
         cut: future that is done when the answer is to end early.
         done: future that is done after the last event.
         id: id of the response.
-        reason: why it is cut.
+        reason: why it is cut, in the API's words.
         asked: items that it answers.
         output: its items so far: perhaps ``entry``, and its calls.
         calls: items of its calls, in order.
@@ -125,7 +125,7 @@ class RealtimeResponses:
         """Refuse speech of a model that does not speak.
 
         Raises:
-            FieldError: see above.
+            FieldError: if speech is wanted of such a model.
         """
         if "audio" in wanted and self._settings["audio"]["output"].get("voice") is None:
             raise FieldError(
@@ -161,7 +161,9 @@ class RealtimeResponses:
         self.check_modalities(wanted, "response.output_modalities")
         output = None if fields.audio is None else fields.audio.output
         if output is not None and output.voice is not None:
-            raise FieldError("is set by session.update", "response.audio.output.voice")
+            raise FieldError(
+                "can only be set by session.update: leave it out", "response.audio.output.voice"
+            )
         loop = asyncio.get_running_loop()
         entry = Entry(message_item(new_id(), "assistant", [], "in_progress"))
         cut, done = loop.create_future(), loop.create_future()
@@ -177,7 +179,10 @@ class RealtimeResponses:
         """
         tools, usual = self._settings["tools"], self._settings["tool_choice"]
         if choice != usual and tools and "none" in (choice, usual):
-            raise FieldError('"none" is set by session.update', "response.tool_choice")
+            raise FieldError(
+                'only session.update can change it to or from "none": leave it out',
+                "response.tool_choice",
+            )
         return offer_of(self._items.chat.pipe, tools, choice, "response.tool_choice")
 
     def cancel(self, event: ResponseCancel) -> None:
@@ -336,7 +341,7 @@ class RealtimeResponses:
     async def _finish(
         self, response: Response, slot: Slot, answer: Answer, times: AnswerTimes
     ) -> None:
-        """Send the last events of an answer that is a turn of the chat now."""
+        """Send the last events of an answer that has become a turn of the chat."""
         entry, turn = response.entry, self._items.chat.turns[-1]
         if not response.output:
             await self._open_message(response)
@@ -346,7 +351,7 @@ class RealtimeResponses:
         if answer.speech is not None and len(answer.speech):
             entry.frames_per_ms = answer.speech_tokens * RATE / (1000 * len(answer.speech))
         was_cut = response.cut.done()
-        entry.is_said = not was_cut
+        entry.is_complete = not was_cut
         completed = CompletedAnswer(answer, turn.start, turn.start + answer.prompt_tokens)
         slot.cost = token_cost(answer.prompt_tokens, completed.tokens)
         times.end(completed)
@@ -367,7 +372,7 @@ class RealtimeResponses:
         entry.item["content"] = [{"type": kind, **text}]
         if response.cut.done() and response.speaks:
             # What was not sent was not heard.
-            await self._items.shorten(entry, entry.said_at_most(entry.speech_ms))
+            await self._items.shorten(entry, entry.max_tokens_within(entry.speech_ms))
         if response.speaks:
             await self._tell_part(response, "response.output_audio.done")
             await self._tell_part(response, "response.output_audio_transcript.done", **text)
@@ -391,7 +396,7 @@ class RealtimeResponses:
         await self._tasks.tell("conversation.item.done", item=entry.item, previous_item_id=None)
 
     async def _fail(self, response: Response, error: BaseException) -> None:
-        """Send the last event of an answer without text."""
+        """Send the last event of an answer that does not become a turn of the chat."""
         if response.cut.done() or isinstance(error, asyncio.CancelledError):
             await self._end(response, "cancelled")
             return
@@ -444,7 +449,7 @@ def offer_of(
     Args:
         pipe: pipeline that answers.
         tools, choice: as in the API.
-        place: the API's name for what is wrong with the tools together.
+        place: field of the API that errors name if they concern all tools together.
 
     Raises:
         FieldError: if they are not supported, or too long.

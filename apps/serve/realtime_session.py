@@ -78,14 +78,15 @@ class RealtimeSession:
         self._service, self._pipe = service, service.conversations.pipe
         chat.client = client
         self._tasks = RealtimeTasks(service.metrics, send, threads)
-        held = service.limits.max_request_bytes
-        self._items = RealtimeItems(chat, self._tasks, service.media_source, held)
+        max_size = service.limits.max_request_bytes
+        self._items = RealtimeItems(chat, self._tasks, service.media_source, max_size)
         self._settings = self._first_settings(service.answering(model))
         parts = self._tasks, self._items
         self._responses = RealtimeResponses(service, client, *parts, self._settings)
         self._transcriber = RealtimeTranscriber(service, client, self._tasks)
-        heard = self._speech_began, self._speech_ended
-        self._sound = RealtimeSound(*parts, self._transcriber, *heard)
+        self._sound = RealtimeSound(
+            *parts, self._transcriber, self._speech_began, self._speech_ended
+        )
         self._sound.detect(self._detection)
 
     def _first_settings(self, model: str) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class RealtimeSession:
         await self._tasks.tell("session.created", session=self._settings)
 
     async def take(self, data: str | bytes) -> None:
-        """Handle an event; what is wrong with it is told to the client."""
+        """Handle an event; if it is invalid, send the client an error."""
         event_id = None
         try:
             event = read_event(data)
@@ -202,7 +203,7 @@ class RealtimeSession:
             self._tasks.do(partial(instruct, new["instructions"], output.get("voice")))
 
     def _offer(self, new: dict[str, Any]) -> ToolOffer | None:
-        """Return the tools of new settings; once something was said, they must be the old ones."""
+        """Return the tools of new settings, which cannot change once the conversation has begun."""
         tools, choice, old = new["tools"], new["tool_choice"], self._settings
         is_none, was_none = choice == "none", old["tool_choice"] == "none"
         if self._is_begun and (tools != old["tools"] or (tools and is_none != was_none)):
@@ -214,7 +215,7 @@ class RealtimeSession:
 
     @property
     def _is_begun(self) -> bool:
-        """Whether the model may have read something."""
+        """Whether the model may have read a part of the conversation."""
         return self._items.last_id is not None or self._sound.uncommitted > 0
 
     def _speech_began(self) -> None:

@@ -20,7 +20,7 @@ from oscar_mm.media.resample import MIN_SECONDS
 from oscar_mm.media.resample import RATE as HEARD_RATE
 
 _WAITING_S = 30
-"""Seconds of sound that wait to be read; then the server stops receiving until they are."""
+"""Seconds of unread sound from which on the server receives no more until some is read."""
 
 
 class RealtimeSound:
@@ -35,7 +35,7 @@ class RealtimeSound:
             became an item.
 
     Attributes:
-        uncommitted: samples of the current recording.
+        uncommitted: number of samples of the current recording.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RealtimeSound:
         self._tasks, self._items, self._transcriber = tasks, items, transcriber
         self._began, self._ended = began, ended
         self._waiting = 0
-        """Samples that wait to be read."""
+        """Number of samples that wait to be read."""
         self._drained = asyncio.Event()
         tasks.gone.add_done_callback(lambda _: self._drained.set())
         self._resampler = _resampler()
@@ -70,7 +70,7 @@ class RealtimeSound:
         """Add sound of the client.
 
         Raises:
-            FieldError: if it is no sound, or the model does not hear.
+            FieldError: if it is no sound, or the model does not read sound.
         """
         self._items.check_hears()
         given = samples_of(event.audio, "audio")
@@ -78,19 +78,25 @@ class RealtimeSound:
         await self._wait()
 
     async def add_item(self, entry: Entry, samples: np.ndarray, event: ItemCreate) -> None:
-        """Have (n,) samples at 16 kHz read that are an item of the client."""
+        """Queue an item's (n,) float32 samples at 16 kHz, which the model then reads.
+
+        Args:
+            entry: item that the client created.
+            samples: its samples.
+            event: event that created it, for errors.
+        """
         self._hear(samples, event)
         self._tasks.do(partial(self._items.end_recording, entry), event)
         await self._wait()
 
     async def _wait(self) -> None:
-        """Wait while too much sound is not read."""
+        """Wait while too much sound is unread."""
         while self._waiting > _WAITING_S * HEARD_RATE and not self._tasks.gone.done():
             self._drained.clear()
             await self._drained.wait()
 
     async def _add(self, samples: np.ndarray) -> None:
-        """Add samples at 16 kHz, and find out what the user says."""
+        """Add samples at 16 kHz, and find where the user begins and ends to speak."""
         self._received += len(samples)
         if self._detector is None:
             self._keep(samples)
@@ -107,7 +113,7 @@ class RealtimeSound:
                 self._keep(found)
 
     def _keep(self, samples: np.ndarray) -> None:
-        """Have samples read that belong to the current recording."""
+        """Queue samples of the current recording, which the model then reads."""
         if len(samples):
             self.uncommitted += len(samples)
             self._transcriber.hear(samples)
@@ -129,7 +135,7 @@ class RealtimeSound:
 
         Raises:
             Refusal: if it is too short.
-            FieldError: if the model does not hear.
+            FieldError: if the model does not read sound.
         """
         self._items.check_hears()
         if self._detector is None:

@@ -1,4 +1,4 @@
-"""RealtimeTasks: what is done for a realtime session in order, and what its client is told."""
+"""RealtimeTasks: the tasks of a realtime session in order, and the events that its client gets."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class RealtimeTasks:
         self._worker = self.run(self._work_on())
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something beside what is done in order, and return its task."""
+        """Run something beside the tasks that are done in order, and return its task."""
         task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     def do(self, action: Callable[[], Awaitable[None]], event: ClientEvent | None = None) -> None:
-        """Do something after all that is to be done before.
+        """Queue an action, which is done after all actions that were queued before.
 
         Args:
-            action: what to do.
+            action: function that does it; its errors are sent to the client.
             event: event that asks for it, for errors; None if none does.
         """
         event_id = None if event is None else event.event_id

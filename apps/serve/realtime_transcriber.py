@@ -46,9 +46,9 @@ class RealtimeTranscriber:
         self._salt = uuid4().hex
         self._how: dict[str, Any] | None = None
         self._recorded: list[np.ndarray] = []
-        """Samples of the current recording, int16, while they are not too many."""
+        """Samples of the current recording, int16, up to the bound on all that wait."""
         self._length = self._waiting = 0
-        """Samples of the current recording, and of those that wait."""
+        """Numbers of samples of the current recording, and of those that wait."""
         self._turn = asyncio.Lock()
 
     def check(self, how: dict[str, Any] | None) -> None:
@@ -93,7 +93,11 @@ class RealtimeTranscriber:
         try:
             async with self._turn:
                 if len(samples) < length:
-                    raise Refusal(400, f"more than {_MAX_S} s of sound wait to be transcribed")
+                    raise Refusal(
+                        400,
+                        f"more than {_MAX_S} s of sound wait to be transcribed: send shorter "
+                        "recordings, or wait for their transcripts",
+                    )
                 with as_refusals():
                     await self._answer(entry, samples, how)
         except ClientGone:

@@ -270,8 +270,8 @@ def function_tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
     """Convert a tool to one of the chat-completions API.
 
     Args:
-        tool: the tool.
-        name: name of the tool, for the error message.
+        tool: tool of the Responses or Realtime API.
+        name: field that the error names.
 
     Raises:
         FieldError: if it is not a function.

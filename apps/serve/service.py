@@ -507,7 +507,7 @@ class Service:
         return self.requests_of(asked), written
 
     def requests_of(self, asked: Asked) -> list[ApiRequest]:
-        """Validate a parsed request, and bound its answers.
+        """Validate a parsed request, bound its answers, and return a request for each prompt.
 
         Raises:
             InputError: if it is invalid; see ``as_refusals``.

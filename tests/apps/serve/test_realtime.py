@@ -338,7 +338,7 @@ def test_a_past_is_told_and_recordings_are_forgotten(address: str) -> None:
 
 
 def test_images_are_seen_between_sounds(address: str, pipe) -> None:
-    """As a chat sees them, in text; and images that are not answered are bounded."""
+    """As a chat sees them; the answer is text. Recordings among them can be forgotten."""
     picture = png()
     texts: list[str] = []
 
@@ -444,8 +444,8 @@ def test_functions_are_called_and_their_results_are_read(calling, modality: str)
     talked(address, talk, tools=[FIND], output_modalities=[modality])
 
 
-def test_calls_may_be_required_and_tools_stay(calling) -> None:
-    """A model with random weights would not call by itself."""
+def test_calls_may_be_required_and_tools_cannot_change(calling) -> None:
+    """The choice of a function forces the call: random weights would not call by themselves."""
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
 
     async def talk(one: Talk) -> None:
@@ -846,7 +846,7 @@ def test_an_idle_session_ends(pipe) -> None:
         assert "idle" in closed.value.rcvd.reason
 
 
-def test_idle_sessions_make_room(qwen3_omni_talker_folder: Path) -> None:
+def test_idle_sessions_give_up_their_memory(qwen3_omni_talker_folder: Path) -> None:
     """Three conversations do not fit into memory together; each goes on where it was."""
     how: dict[str, Any] = {"policy": "bf16", "device": "cpu", "kv_budget": "1.1MB"}
     pipe = OscarOmniPipeline(qwen3_omni_talker_folder, **how)
