@@ -62,7 +62,7 @@ class TurnDetection(_Fields):
 
 
 class AudioTranscription(_Fields):
-    """How the model transcribes recordings, see ``TranscriptionBody``."""
+    """Settings for the transcription of recordings, see ``TranscriptionBody``."""
 
     refused = {"languages": ([],), "keywords": ([],), "delay": ()}
 

@@ -140,7 +140,7 @@ class RealtimeResponses:
         event: ResponseCreate | None = None,
         tools: ToolOffer | None = None,
     ) -> None:
-        """Ask for an answer, after all that was sent before.
+        """Queue an answer, which begins after all tasks that were queued before.
 
         Args:
             fields: settings of the answer.

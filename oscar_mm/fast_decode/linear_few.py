@@ -61,7 +61,7 @@ class FewParams(ctypes.Structure):
 
 
 class FewLaunch(NamedTuple):
-    """How a problem is partitioned.
+    """Partition of a problem among thread blocks and warps.
 
     Attributes:
         blocks: number of thread blocks.

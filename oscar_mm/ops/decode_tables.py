@@ -96,7 +96,7 @@ class Tables:
 
 
 class StoredTokens(NamedTuple):
-    """Where the tokens of several sequences are stored; all int32.
+    """Pages and 16-bit slots of the tokens of several sequences, as int32 arrays.
 
     Attributes:
         items: (sequences, longest, 2), see ``Tables.items``; zeros after a sequence's last page.

@@ -205,7 +205,7 @@ def test_messages_between_recordings_keep_their_place(pipe) -> None:
 
 
 def test_images_between_recordings_keep_their_place(pipe) -> None:
-    """Before, between and after recordings, also if the cache has them when one is discarded."""
+    """Before, between and after recordings, also if one is discarded after a cached image."""
     sounds, pictures = [sound(9.5), sound(9.7, seed=1)], [noise(64, 96), noise(96, 64, 1)]
     images = [MediaPart(Modality.IMAGE, one, "picture") for one in pictures]
     with pipe.chat() as chat, pipe.chat() as other:

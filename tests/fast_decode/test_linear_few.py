@@ -51,7 +51,7 @@ def test_every_problem_is_cut_to_fit(form: WeightFormat, gated: bool, width: int
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("form", FORMATS)
 def test_compiles(arch: str, gated: bool, rows: int, form: WeightFormat) -> None:
-    """And the host's picture of the kernel is right."""
+    """Also, the host has the same struct and sizes as the kernel."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     made = FewSpecialization(rows, gated, torch.bfloat16 if gated else torch.float16, form)
     text = (csrc_folder() / "linear/linear_few.cu").read_text() + (
@@ -135,7 +135,7 @@ def _zeros(matrix: QuantizedMatrix, device: torch.device) -> torch.Tensor | None
 
 @pytest.mark.gpu
 def test_other_groups_and_widths_are_left_to_other_kernels(device: torch.device) -> None:
-    """Groups of whole rows, a width of no whole boxes, and sums that do not fit."""
+    """Groups of whole rows, a width that is no multiple of a box, and sums that do not fit."""
     form, dtype = WeightFormat(4), torch.bfloat16
     kernel = LinearFewKernel.of(FewSpecialization(1, False, dtype, form), device)
     assert kernel is not None
@@ -152,7 +152,7 @@ def test_other_groups_and_widths_are_left_to_other_kernels(device: torch.device)
 
 @pytest.mark.gpu
 def test_a_chain_of_dependent_launches(device: torch.device) -> None:
-    """Each begins before the one in front of it has ended, on what that makes."""
+    """Each launch begins before the preceding one, whose output it reads, has ended."""
     form, dtype = WeightFormat(4), torch.bfloat16
     kernel = LinearFewKernel.of(FewSpecialization(1, False, dtype, form), device)
     assert kernel is not None

@@ -477,7 +477,7 @@ def test_calls_may_be_required_and_tools_cannot_change(calling) -> None:
 def test_what_was_said_is_transcribed(
     address: str, server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by the audio API, beside the answers, as long as the client wants it; bounded."""
+    """Transcripts equal the audio API's, come beside answers, can be switched off; bounded."""
     sounds = [sound(seconds, seed=seed) for seed, seconds in enumerate((1.7, 0.9, 0.8, 9.0))]
     kind = "conversation.item.input_audio_transcription."
     for name in ("_MIN_TOKENS", "_TOKENS_PER_SECOND"):
