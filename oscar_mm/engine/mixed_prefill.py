@@ -38,9 +38,13 @@ from oscar_mm.fast_decode.prompt_scratch import (
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
-_ROWS = (64, 128, 256, 512, 768, MAX_PIECE)
+_ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, MAX_PIECE)
 """Numbers of rows that a pass may have, as many as graphs are kept. Products compute tiles of 128
 rows, so other numbers would waste a part of a tile."""
+_FEW_WAIT = 1024
+"""Maximum number of rows of a pass while few requests wait. A GPU computes no faster per token with
+more, and decode steps that share the weights with prompts are spread over more passes; but the host
+takes as long for each pass."""
 _LEAST = 32
 """Minimum number of prompt tokens in a pass of ``_ROWS``."""
 WARM_UP_STEPS = 3 * len(_ROWS)
@@ -207,21 +211,23 @@ class MixedPrefill:
         )
         return [x.request for x in dropped] + [request for request in waiting if request.ended]
 
-    def next_piece(self, rows: int) -> PromptPiece | None:
+    def next_piece(self, rows: int, *, many_wait: bool = False) -> PromptPiece | None:
         """Prepare the next piece of the prompts; None if there is nothing to read.
 
         Args:
             rows: number of rows that decode in the same pass.
+            many_wait: whether prompts are to be read in the longest passes.
         """
         self._place()
         unread = [x for x in self._readings if x.start is not None and x.unread]
         if not unread:
             return None
         left = sum(x.last - x.first for _, x in _adjacent(unread, MAX_PIECE))
-        size = _piece_size(rows, left)
+        most = MAX_PIECE if many_wait else _FEW_WAIT
+        size = _piece_size(rows, left, most)
         self._uses[rows, size] += 1
         if alone := not rows or self._uses[rows, size] <= _SEPARATE:
-            size = _piece_size(0, left)
+            size = _piece_size(0, left, most)
         self._ranges = list(_adjacent(unread, size))
         self._begin([one for one, _ in self._ranges if not one.has_begun])
         piece = self._prepared(size)
@@ -355,14 +361,15 @@ class MixedPrefill:
         return 0 if begin >= tokens else None
 
 
-def _piece_size(rows: int, unread: int) -> int:
-    """Return the number of rows for prompt tokens in a pass that has ``rows`` decoding rows."""
-    sizes = _piece_sizes(rows)
+def _piece_size(rows: int, unread: int, most: int = MAX_PIECE) -> int:
+    """Return the number of rows for prompt tokens in a pass of at most ``most`` rows, of which
+    ``rows`` decode."""
+    sizes = _piece_sizes(rows, most)
     return next((size for size in sizes if size >= unread), sizes[-1])
 
 
-def _piece_sizes(rows: int) -> list[int]:
-    return [total - rows for total in _ROWS if total - rows >= _LEAST]
+def _piece_sizes(rows: int, most: int = MAX_PIECE) -> list[int]:
+    return [total - rows for total in _ROWS if _LEAST + rows <= total <= most]
 
 
 def _adjacent(unread: list[_Reading], size: int) -> Iterator[tuple[_Reading, PromptRange]]:

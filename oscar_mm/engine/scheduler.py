@@ -338,7 +338,8 @@ class Scheduler:
             requests += [request for one in complete for request in one.requests]
             again: list[tuple[Request, BaseException, bool]] = []
             try:
-                piece = mixed.next_piece(self._batches.rows)
+                many_wait = self._batches.reading_share() > 1.0
+                piece = mixed.next_piece(self._batches.rows, many_wait=many_wait)
                 self._batches.step(piece)
                 if piece is not None:
                     mixed.finish(piece)

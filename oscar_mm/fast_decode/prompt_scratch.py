@@ -33,9 +33,8 @@ from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.policy import KVPolicy
 
-MAX_PIECE = 1024
-"""Maximum number of rows of a pass, which takes about 25 ms (8B, H200). With more, a GPU computes
-no faster per token, and fewer of the decode steps share the weights with prompts."""
+MAX_PIECE = 2560
+"""Maximum number of rows of a pass, which by arithmetic takes about 60 ms (8B, H200)."""
 MAX_PROMPTS = 8
 """Maximum number of prompts that have tokens in a piece. Attention takes 0.7 us per layer for each
 of them, even if a piece has fewer (H200)."""

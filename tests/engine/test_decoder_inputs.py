@@ -143,12 +143,14 @@ def test_another_conversation_reads_on(pipes: dict[str, Pipeline]) -> None:
 
 
 @pytest.mark.gpu
-def test_media_wait_on_the_cpu(qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_media_wait_on_the_cpu(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe = OscarVLPipeline(qwen3_vl_folder, device="cuda", dtype="float32", policy="bf16")
     prompt = prompt_of(pipe)
     where = {name: tensor.device.type for name, tensor in prompt.inputs.items()}
-    assert where.pop("input_ids") == prompt.positions.device.type == "cuda"
     assert set(where.values()) == {"cpu"}
+    assert prompt.ids.device.type == prompt.positions.device.type == "cuda"
     whole = read_prompt(pipe.model, prompt, pipe.new_cache())
     monkeypatch.setattr(prefill_module, "MAX_TOKENS", 25)
     for chunk in (None, 30):

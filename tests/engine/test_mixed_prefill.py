@@ -361,7 +361,8 @@ def test_waiting_prompts_share_passes(qwen3_vl_folder, capture, pieces) -> None:
     [(0, 10, 64), (0, 5000, 1024), (64, 5000, 960), (64, 100, 192), (240, 100, 272)],
 )
 def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
-    assert mixed_prefill._piece_size(rows, unread) == size
+    assert mixed_prefill._piece_size(rows, unread, 1024) == size
+    assert mixed_prefill._piece_size(rows, 5000) == 2560 - rows
 
 
 def held(cache: OscarCache) -> list[torch.Tensor]:
