@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -95,11 +96,14 @@ class Realtime:
         await socket.send_denial_response(response)
 
     async def _run(self, socket: WebSocket, model: str | None, client: tuple[str, ...]) -> None:
-        limits, session = self._service.limits, None
+        limits, session, sent = self._service.limits, None, 0
 
         async def send(event: dict[str, Any]) -> None:
+            nonlocal sent
+            text = json.dumps(event)
+            sent += len(text)
             try:
-                await asyncio.wait_for(socket.send_text(json.dumps(event)), _SEND_S)
+                await asyncio.wait_for(socket.send_text(text), _SEND_S)
             except (TimeoutError, WebSocketDisconnect, RuntimeError, OSError):
                 assert session is not None
                 session.leave()
@@ -110,7 +114,7 @@ class Realtime:
             await session.begin()
             try:
                 async with asyncio.timeout(limits.realtime_s):
-                    return await self._read(socket, session)
+                    return await self._read(socket, session, lambda: sent)
             except TimeoutError:
                 return 1000, "the session was idle, or has lasted too long"
 
@@ -134,8 +138,16 @@ class Realtime:
         adapter = model if model in pipe.adapters else None
         return Chat(pipe, cache_salt=uuid4().hex, adapter=adapter)
 
-    async def _read(self, socket: WebSocket, session: RealtimeSession) -> tuple[int, str]:
-        """Handle the events of a client until it disconnects, at a bounded rate.
+    async def _read(
+        self, socket: WebSocket, session: RealtimeSession, sent: Callable[[], int]
+    ) -> tuple[int, str]:
+        """Handle the events of a client until it disconnects, at a bounded rate, to which the size
+        of replies counts too.
+
+        Args:
+            socket: connection of the client.
+            session: the client's session.
+            sent: function that returns the number of characters sent so far.
 
         Returns:
             Why the session ends: a code and a reason for the client.
@@ -154,5 +166,7 @@ class Realtime:
             slowed = slowed + 1 if budget < 0 else 0
             if slowed:  # Meanwhile nothing is received.
                 await asyncio.sleep(-budget / _EVENTS_PER_S)
+            before_reply = sent()
             await session.take(data)
+            budget -= (sent() - before_reply) / _EVENT_BYTES
         return 1008, "too many events"

@@ -121,6 +121,8 @@ class RealtimeItems:
         self.unanswered: list[Entry] = []
         self._later: list[Entry] = []
         """Messages that came during a recording; the chat gets them after it."""
+        self._instructions = 0
+        """Number of characters of system prompts since the last answer."""
         self.answering: asyncio.Future[None] | None = None
 
     @property
@@ -184,6 +186,8 @@ class RealtimeItems:
             raise FieldError("items can only be added at the end: leave it out", "previous_item_id")
         if given.id is not None and given.id in self._entries:
             raise FieldError("is the id of another item: leave it out", "item.id")
+        if isinstance(given, CallOutputItem) and not self._has_call(given.call_id):
+            raise FieldError("is the id of no function call of this session", "item.call_id")
         samples = message = None
         if isinstance(given, MessageItem) and (sound := _only_sound(given)) is not None:
             self.check_hears()
@@ -191,17 +195,34 @@ class RealtimeItems:
         else:
             message = await self._tasks.in_thread(partial(self._message, given))
         entry = Entry(_shown(given), message, 0 if message is None else _characters(message))
-        if entry.size + sum(one.size for one in self._entries.values()) > self._max_size:
-            raise FieldError(
-                "the characters of all items, plus bytes of images that are not answered, exceed "
-                f"{self._max_size:,}: ask for a response, or begin a new session",
-                "item",
-            )
+        self._check_room(entry.size, "item")
         await self.add(entry)
         if message is not None:
             add = self._add_answer if message.role == "assistant" else self.add_text
             self._tasks.do(partial(add, entry), event)
         return entry, samples
+
+    def _has_call(self, call_id: str) -> bool:
+        return any(entry.item.get("call_id") == call_id for entry in self._entries.values())
+
+    def _check_room(self, size: int, field: str) -> None:
+        items = sum(one.size for one in self._entries.values())
+        if size + items + self._instructions > self._max_size:
+            raise FieldError(
+                "the characters of all items and new instructions, plus bytes of images that are "
+                f"not answered, exceed {self._max_size:,}: ask for a response, or begin a new "
+                "session",
+                field,
+            )
+
+    def hold_instructions(self, text: str) -> None:
+        """Count a new system prompt, which ``instruct`` is to use, until the next answer.
+
+        Raises:
+            FieldError: if the session holds too much.
+        """
+        self._check_room(len(text), "session.instructions")
+        self._instructions += len(text)
 
     def _message(self, item: Item) -> Message:
         """Check an item without sound, and return its message.
@@ -310,7 +331,11 @@ class RealtimeItems:
                 "an assistant's item must follow texts or images of the user", "item.role"
             )
         tell = self._tell_past if listening is None else listening.tell
-        await self._tasks.in_thread(partial(tell, answer))
+        try:
+            await self._tasks.in_thread(partial(tell, answer))
+        except InputError:
+            self.drop(entry)
+            raise
         self.answered(self.unanswered, [entry])
 
     def _tell_past(self, answer: Message) -> None:
@@ -348,6 +373,7 @@ class RealtimeItems:
         for entry in (*asked, *answers):
             entry.turn, entry.message = len(self.chat.turns) - 1, None
         self.unanswered = [entry for entry in self.unanswered if entry not in asked]
+        self._instructions = 0
 
     async def delete(self, item_id: str) -> None:
         """Remove a recording that was answered, also from the cache.

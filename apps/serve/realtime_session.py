@@ -191,6 +191,8 @@ class RealtimeSession:
         if (text := given.instructions) and text != self._settings["instructions"]:
             await self._tasks.in_thread(partial(self._pipe.check_text, "instructions", text))
         detection, said = self._detection, self._settings["instructions"]
+        if new["instructions"] != said:
+            self._items.hold_instructions(new["instructions"])
         self._settings.update(new)
         self._responses.tools = offer
         if not self._is_begun:

@@ -397,6 +397,46 @@ def test_images_that_are_not_answered_are_bounded(pipe) -> None:
         talked(address, talk, output_modalities=["text"])
 
 
+def test_instructions_that_are_not_answered_are_bounded(pipe) -> None:
+    limits = ServerLimits(api_key=KEY, max_new_tokens=2, max_request_bytes=3000)
+
+    async def talk(one: Talk) -> None:
+        async def instruct(text: str) -> None:
+            await one.connection.session.update(session={"type": "realtime", "instructions": text})
+
+        for _ in range(2):
+            await ask(one, "What is it?")
+            await one.until("response.done")
+            await instruct("brief " * 200)
+            await instruct("long " * 200)
+        await instruct("loud " * 200)
+        error = (await one.until("error")).error
+        assert error.param == "session.instructions" and "new instructions" in error.message
+        await ask(one, "What is it?")
+        await one.until("response.done")
+        await instruct("loud " * 200)
+        await one.until("session.updated")
+
+    with started(create_app(pipe, "tiny", limits)) as (_, address):
+        talked(address, talk, output_modalities=["text"])
+
+
+def test_an_answer_of_the_client_that_is_refused_is_no_item(address: str) -> None:
+    """The model has no tools."""
+
+    async def talk(one: Talk) -> None:
+        create = one.connection.conversation.item.create
+        part = {"type": "input_text", "text": "What is it?"}
+        await create(item={"type": "message", "role": "user", "content": [part]})
+        call = {"type": "function_call", "call_id": "call_1", "name": "find", "arguments": "{}"}
+        await create(item={"id": "ghost", **call})
+        assert "tool calls" in (await one.until("error")).error.message
+        await one.connection.conversation.item.retrieve(item_id="ghost")
+        assert "not the id of an item" in (await one.until("error")).error.message
+
+    talked(address, talk, output_modalities=["text"])
+
+
 FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "find", "arguments": {"n": %d}}\n</tool_call>'
 
@@ -566,6 +606,11 @@ FAULTS: list[tuple[str | bytes, str]] = [
         "item.call_id: is missing",
     ),
     (
+        '{"type": "conversation.item.create", "item": {"type": "function_call_output", '
+        '"call_id": "call_1", "output": "7"}}',
+        "item.call_id: is the id of no function call of this session",
+    ),
+    (
         '{"type": "conversation.item.create", "item": {"type": "mcp_call"}}',
         "item: must have a type among 'message', 'function_call'",
     ),
@@ -710,6 +755,23 @@ def test_a_flood_is_slowed_down_and_others_are_served(
         assert await flooding == 1008
 
     talked(address, talk, max_output_tokens=3, output_modalities=["text"])
+
+
+def test_replies_count_like_events(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small events that are answered by large ones are a flood too."""
+    settings = {"_BURST": 200, "_MAX_SLOWED": 3, "_EVENTS_PER_S": 200, "_EVENT_BYTES": 100}
+    for name, value in settings.items():
+        monkeypatch.setattr(f"oscar_mm.apps.serve.realtime.{name}", value)
+    uri = address.replace("http", "ws") + "/v1/realtime?model=tiny"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with raw_connect(uri, additional_headers=headers) as client:
+        update = {"type": "session.update", "session": {"instructions": "Word " * 1000}}
+        client.send(json.dumps(update))
+        with pytest.raises(ConnectionClosed) as closed:
+            for _ in range(20):
+                client.recv(5)
+                client.send('{"type": "session.update", "session": {}}')
+    assert closed.value.rcvd.code == 1008
 
 
 def test_a_client_that_does_not_read_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
