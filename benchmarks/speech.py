@@ -20,7 +20,7 @@ import torch
 from benchmarks.profiling import allocated
 from benchmarks.random_model import RELEASED, build
 from benchmarks.record import Record, Row, command, device_name, device_of, finish, parser, show
-from oscar_mm import OscarOmniPipeline, Speech
+from oscar_mm import KVPolicy, OscarOmniPipeline, Speech
 from oscar_mm.engine.answer import AnswerStream
 from oscar_mm.errors import Cancelled
 from oscar_mm.media.resample import RATE
@@ -274,7 +274,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 2 without a CUDA device."""
     options = parser("benchmarks.speech", __doc__)
     options.add_argument("--tiny", action="store_true", help="trial run with a tiny model")
-    options.add_argument("--policy", default="standard", help="preset of the KV cache")
+    presets = KVPolicy.preset_names()
+    options.add_argument("--policy", choices=presets, default="standard", help="of the KV cache")
     chosen = options.parse_args(arguments)
     device = device_of("speech", tiny=chosen.tiny)
     if device is None:
