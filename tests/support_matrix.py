@@ -113,7 +113,8 @@ def _tried() -> dict[str, dict[str, set[str]]]:
     """Return model type -> "vllm", "random" or "trained" -> names of models in the records."""
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for path in RESULTS.glob("*.json"):
-        for name in set(re.findall(r'"model": "([^"]+)"', path.read_text())):
+        for found_name in set(re.findall(r'"model": "([^"]+)"', path.read_text())):
+            name, *_ = found_name.partition("-lora-")  # Adapters are no model of their own.
             kind, weights = _known(name)
             found[kind]["vllm" if path.name.startswith("vllm") else weights].add(name)
     return found
