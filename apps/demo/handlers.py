@@ -34,6 +34,7 @@ from oscar_mm.apps.demo.memory_panel import (
 from oscar_mm.apps.demo.model_choice import ModelChoice
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.apps.demo.spoken_answer import in_16_bit
 from oscar_mm.apps.demo.transcript import as_markdown, history, live
 from oscar_mm.apps.demo.visitor_input import SessionSettings, as_int
 from oscar_mm.errors import InputError
@@ -456,7 +457,7 @@ def _as_sound(speech: tuple[int, np.ndarray] | None) -> tuple[int, np.ndarray] |
     if speech is None or not len(speech[1]):
         return None
     rate, samples = speech
-    return rate, (samples * np.iinfo(np.int16).max).astype(np.int16)
+    return rate, in_16_bit(samples)
 
 
 @contextmanager

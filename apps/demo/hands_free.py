@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oscar_mm.apps.demo.spoken_answer import QUIET
+from oscar_mm.apps.demo.spoken_answer import QUIET, in_16_bit
 from oscar_mm.apps.demo.visitor_input import LIMITS, MAX_STORED_BYTES, stored_bytes
 from oscar_mm.apps.turn_detection import Ended, SpeechDetector
 from oscar_mm.errors import InputError
@@ -166,7 +166,7 @@ class Ears:
         self._folder.mkdir(parents=True, exist_ok=True)
         with wave.open(str(path), "wb") as file:
             file.setparams((1, 2, RATE, 0, "NONE", ""))
-            file.writeframes((samples * 32767).astype("<i2").tobytes())
+            file.writeframes(in_16_bit(samples).tobytes())
         self._questions.append(path)
 
     def take(self) -> list[Path]:

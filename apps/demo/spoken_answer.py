@@ -94,6 +94,11 @@ PLAY_SCRIPT = """(key) => { document.querySelector('#voice .voice').parentElemen
 """Function that plays the speech with a key."""
 
 
+def in_16_bit(samples: np.ndarray) -> np.ndarray:
+    """Return (samples,) float32 from -1 to 1 as 16-bit little-endian integers."""
+    return (samples * np.iinfo(np.int16).max).astype("<i2")
+
+
 class _Piece(NamedTuple):
     """Piece of speech as 16-bit little-endian samples, and the text that is said by its end."""
 
@@ -121,7 +126,7 @@ class SpokenAnswer:
             speech: the piece.
             said: the part of the answer's text that the talker has read by its end.
         """
-        samples = (speech.samples * np.iinfo(np.int16).max).astype("<i2").tobytes()
+        samples = in_16_bit(speech.samples).tobytes()
         self._pieces.append(_Piece(samples, speech.sample_rate, said))
 
     def end(self, text: str) -> None:

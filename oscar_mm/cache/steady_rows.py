@@ -28,7 +28,7 @@ from oscar_mm.cache.block_table import (
 from oscar_mm.cache.placement import MAX_SPARE, max_spare
 from oscar_mm.cache.step_plan import SteadyStep
 from oscar_mm.modality import Modality
-from oscar_mm.ops.decode_tables import StoredTokens
+from oscar_mm.ops.decode_tables import StoredTokens, grown
 from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
@@ -182,9 +182,9 @@ class SteadyRows:
             self.free += range(rows, rows + more)
             for name in ("counts", "_left", "_head", "_page", "_first", "_slots"):
                 array = getattr(self, name)
-                setattr(self, name, _grown(array, (rows + more, *array.shape[1:])))
+                setattr(self, name, grown(array, (rows + more, *array.shape[1:])))
             self._past = StoredTokens(
-                *(_grown(table, (rows + more, *table.shape[1:])) for table in self._past)
+                *(grown(table, (rows + more, *table.shape[1:])) for table in self._past)
             )
         return self.free.pop()
 
@@ -194,9 +194,9 @@ class SteadyRows:
         items, recents, counts = self._past
         pages = pages.reshape(-1, 2)
         if len(pages) > items.shape[1]:
-            items = _grown(items, (len(items), 2 * len(pages), 2))
+            items = grown(items, (len(items), 2 * len(pages), 2))
         if len(slots) + more > recents.shape[1]:
-            recents = _grown(recents, (len(recents), 2 * (len(slots) + more)))
+            recents = grown(recents, (len(recents), 2 * (len(slots) + more)))
         for table, values in ((items, pages), (recents, slots)):
             table[place, : len(values)], table[place, len(values) :] = values, 0
         counts[place] = len(slots), len(pages)
@@ -284,10 +284,3 @@ class SteadyRows:
             columns = lengths[packing, :1] + np.arange(-window, 0)
             in_use = sliding_window_view(self._slots, window, 1)[packing, self._head[packing]]
             recents[packing[:, None], columns] = in_use
-
-
-def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array extended by zeros."""
-    grown = np.zeros(shape, array.dtype)
-    grown[tuple(map(slice, array.shape))] = array
-    return grown

@@ -13,6 +13,7 @@ from oscar_mm.cache.cache import as_argument
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.media.encoder_inputs import SAMPLES
 from oscar_mm.modality import MediumSpan, Modality, Span, spans_of
+from oscar_mm.ops.decode_tables import moved
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Prompt:
     @property
     def ids(self) -> torch.Tensor:
         """(batch, tokens) token ids on the device of the model's inputs."""
-        return _moved(self.inputs["input_ids"], self.positions.device)
+        return moved(self.inputs["input_ids"], self.positions.device)
 
     def arguments(self) -> dict[str, Any]:
         """Return ``inputs`` on the device of the model's inputs; samples stay where they are."""
@@ -72,7 +73,7 @@ class Prompt:
     def to(self, device: torch.device) -> Prompt:
         """Return the prompt with its positions on another device, where ``ids`` and ``arguments``
         then return tensors."""
-        return replace(self, positions=_moved(self.positions, device))
+        return replace(self, positions=moved(self.positions, device))
 
     def positions_after(self, count: int) -> torch.Tensor:
         """Return the position ids of the next ``count`` text tokens, with the leading shape and
@@ -90,12 +91,6 @@ class Prompt:
     def spans(self) -> list[list[Span]]:
         """Runs of consecutive tokens of the same modality, by row."""
         return [spans_of(row) for row in self.modalities.tolist()]
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small tensor on a device, without waiting for the device's queued work."""
-    pinned = tensor.is_cpu and device.type == "cuda"
-    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
 def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:

@@ -162,10 +162,14 @@ def tables_of(
 
 def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy a table to a device without waiting for the device's queued work."""
-    tensor = torch.from_numpy(table)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return moved(torch.from_numpy(table), device)
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor on a device; a copy from the CPU does not wait for the device's queued
+    work."""
+    pinned = tensor.is_cpu and device.type == "cuda"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
 def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -224,9 +228,14 @@ def _widened(table: np.ndarray, longest: int) -> np.ndarray:
     """Pad the second dimension with zeros to at least ``longest``."""
     if table.shape[1] >= longest:
         return table
-    wide = np.zeros((len(table), longest, *table.shape[2:]), table.dtype)
-    wide[:, : table.shape[1]] = table
-    return wide
+    return grown(table, (len(table), longest, *table.shape[2:]))
+
+
+def grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array extended by zeros."""
+    larger = np.zeros(shape, array.dtype)
+    larger[tuple(map(slice, array.shape))] = array
+    return larger
 
 
 def _in_halves(pages: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
