@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.block_table import SequenceTable
 from oscar_mm.cache.layer import OscarLayer
@@ -24,6 +23,7 @@ from oscar_mm.ops.decode_tables import upload
 from oscar_mm.ops.decode_torch import has_flash
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.ops.varlen import VarlenArguments, VarlenKernel, boundaries, varlen_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits
 
@@ -175,10 +175,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         for rows, heads in ((new, 4), (whole, 2), (whole, 2))
     )
     nothing = torch.empty(0, device=device)
-    query_ends, key_ends = (
-        torch.tensor([*accumulate(rows, initial=0)], dtype=torch.int32, device=device)
-        for rows in (new, whole)
-    )
+    query_ends, key_ends = (boundaries(rows, device) for rows in (new, whole))
     run = VarlenBatch(
         tokens=slice(sum(new)),
         pages={},
@@ -189,10 +186,11 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         longest=(max(new), max(whole)),
         keys=sum(whole),
     )
-    rows = zip(queries.split(new), keys.split(whole), values.split(whole), strict=True)
-    expected = torch.cat([_alone(*row, 0.1) for row in rows])
+    expected = varlen_by_torch(
+        VarlenArguments(queries, keys, values, query_ends, key_ends, 0.1, queries)
+    )
     try:
-        found = flash_varlen(queries, keys, values, run, 0.1)
+        found = _by_flash(queries, keys, values, run, 0.1)
         error = relative_error(found, expected)
     except (RuntimeError, TypeError) as reason:  # The operation is missing or has changed.
         error = reason
@@ -205,17 +203,6 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         error,
     )
     return False
-
-
-def _alone(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Reference for ``flash_varlen`` with a single row, in float32."""
-    query, key, value = (x.float().transpose(0, 1)[None] for x in (queries, keys, values))
-    seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=queries.device)
-    seen = seen.tril(len(keys) - len(queries))
-    found = scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
-    return found[0].transpose(0, 1)
 
 
 def attend_varlen(
@@ -270,6 +257,7 @@ def flash_varlen(
     values: torch.Tensor,
     run: VarlenBatch,
     scaling: float,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of concatenated rows; a row's last query attends to all its keys.
 
@@ -278,10 +266,29 @@ def flash_varlen(
         keys, values: (keys, KV heads, head_dim).
         run: varlen batch with the boundaries of the rows.
         scaling: factor that the scores are multiplied by.
+        output: tensor for the result; None for a new one.
 
     Returns:
         (queries, query heads, head_dim).
     """
+    to = queries.new_empty(queries.shape) if output is None else output
+    ends = run.query_ends, run.key_ends
+    arguments = VarlenArguments(queries, keys, values, *ends, scaling, to)
+    if (kernel := VarlenKernel.for_arguments(arguments)) is not None:
+        kernel(arguments)
+        return to
+    found = _by_flash(queries, keys, values, run, scaling)
+    return found if output is None else output.copy_(found)
+
+
+def _by_flash(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    run: VarlenBatch,
+    scaling: float,
+) -> torch.Tensor:
+    """Compute ``flash_varlen`` by torch."""
     flash = torch.ops.aten._flash_attention_forward
     ends = run.query_ends, run.key_ends, *run.longest
     return flash(queries, keys, values, *ends, 0.0, True, False, scale=scaling)[0]

@@ -311,7 +311,7 @@ class PromptScratch:
             if cache is not None:
                 decoded = layer.attend(heads[size:], len(heads) - size, cache)
                 found[size:] = decoded.view_as(found[size:])
-            found[:size] = _attended(layer, heads[:size], sides, run)
+            _attend(layer, heads[:size], sides, run, found[:size])
             rows = layer.feed_forward(layer.output(found.flatten(1), residual=rows))
             if level < len(features):
                 rows[:size] += features[level][here]
@@ -381,13 +381,17 @@ def stored_tokens(cache: OscarCache) -> int:
     return sum(sequence.stored for sequence in cache.kv_manager.sequences)
 
 
-def _attended(
-    layer: FastLayer, heads: torch.Tensor, sides: torch.Tensor, run: VarlenBatch
-) -> torch.Tensor:
-    """Copy new keys and values to the scratch, and return (tokens, query heads, head_dim) attention
-    over each prompt's tokens so far."""
+def _attend(
+    layer: FastLayer,
+    heads: torch.Tensor,
+    sides: torch.Tensor,
+    run: VarlenBatch,
+    output: torch.Tensor,
+) -> None:
+    """Copy new keys and values to the scratch, and write (tokens, query heads, head_dim) attention
+    over each prompt's tokens so far to ``output``."""
     own = layer.heads[0]
     new = heads[:, own:].unflatten(1, (2, -1))
     sides.index_copy_(1, run.new_places, new.transpose(0, 1))
     keys, values = sides
-    return flash_varlen(heads[:, :own], keys, values, run, layer.attention.scaling)
+    flash_varlen(heads[:, :own], keys, values, run, layer.attention.scaling, output)

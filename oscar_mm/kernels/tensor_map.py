@@ -22,23 +22,24 @@ class TensorMap(ctypes.Structure):
 def tensor_map(
     matrix: torch.Tensor, box_rows: int, row_bytes: int = PANEL_BYTES, swizzled: bool = True
 ) -> TensorMap:
-    """Return the map of a contiguous matrix of 16-bit elements, FP8 codes or INT4 words, for boxes
-    of box_rows times row_bytes.
+    """Return the map of a matrix of 16-bit elements, FP8 codes or INT4 words, for boxes of box_rows
+    times row_bytes.
 
     Elements of a box beyond the matrix are zeros.
 
     Args:
-        matrix: (rows, width).
+        matrix: (rows, width), contiguous except between rows.
         box_rows: rows of a box, at most 256.
         row_bytes: bytes of each row of a box, at most 256 elements.
         swizzled: whether chunks of 16 bytes are swizzled in shared memory, for wgmma.
 
     Raises:
-        KernelError: if the driver does not encode it; rows must be multiples of 16 bytes.
+        KernelError: if the driver does not encode it; rows must begin at multiples of 16 bytes.
     """
     rows, width = matrix.shape
+    pitch = matrix.stride(0) if rows > 1 else width
     box = box_rows, row_bytes, swizzled
-    return _encoded(matrix.data_ptr(), rows, width, matrix.dtype, *box)
+    return _encoded(matrix.data_ptr(), rows, width, pitch, matrix.dtype, *box)
 
 
 # Maps depend on nothing but these arguments. Encoding one takes as long as a launch.
@@ -47,6 +48,7 @@ def _encoded(
     address: int,
     rows: int,
     width: int,
+    pitch: int,
     dtype: torch.dtype,
     box_rows: int,
     row_bytes: int,
@@ -67,7 +69,7 @@ def _encoded(
     swizzles = driver.CUtensorMapSwizzle
     status, found = driver.cuTensorMapEncodeTiled(
         *(kind, 2, address),
-        *([long(width), long(rows)], [long(dtype.itemsize * width)]),
+        *([long(width), long(rows)], [long(dtype.itemsize * pitch)]),
         *([short(row_bytes // dtype.itemsize), short(box_rows)], [short(1), short(1)]),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,

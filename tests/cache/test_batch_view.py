@@ -98,10 +98,10 @@ def test_flash_attention_is_checked_before_it_is_used(
         "right": flash_by_sdpa,
         "upper left": partial(flash_by_sdpa, upper_left=True),
         "as if alike": lambda queries, *_: queries,
-        "missing": varlen_attention.flash_varlen,  # There is none on a CPU.
+        "missing": varlen_attention._by_flash,  # There is none on a CPU.
     }
     for way, flash in ways.items():
-        monkeypatch.setattr(varlen_attention, "flash_varlen", flash)
+        monkeypatch.setattr(varlen_attention, "_by_flash", flash)
         found = varlen_attention._agrees.__wrapped__(torch.device("cpu"), dtype, head_dim)
         assert found == (way == "right")
     assert len(caplog.records) == 3
