@@ -231,22 +231,22 @@ def attend_varlen(
         query, key, value = (x[0].transpose(0, 1) for x in (queries, keys, values))
         return flash_varlen(query, key, value, run, scaling).transpose(0, 1)[None]
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    sides = keys.new_empty(2, kv_heads, run.keys + 1, head_dim)
+    sides = keys.new_empty(2, run.keys + 1, kv_heads, head_dim)
     for bits, (pages, places) in run.pages.items():
         unpacked = unpack_slots(
             *(layer.pages[bits].storage, pages, layer.sigma),
             *(numbers_of(layer.formats[bits]), layer.basis.rotate, keys.dtype),
         )
         for side, found in zip(sides, unpacked, strict=True):
-            side.index_copy_(1, places, found.transpose(0, 1).flatten(1, 2))
+            side.index_copy_(0, places, found.transpose(1, 2).flatten(0, 1))
     slots, places = run.slots
     if len(slots):
-        recent = layer.recent.storage[slots].to(keys.dtype).permute(1, 2, 0, 3)
-        sides.index_copy_(2, places, recent)
+        recent = layer.recent.storage[slots].to(keys.dtype)
+        sides.index_copy_(1, places, recent.transpose(0, 1))
     for side, new in zip(sides, (keys, values), strict=True):
-        side.index_copy_(1, run.new_places, new[0])
+        side.index_copy_(0, run.new_places, new[0].transpose(0, 1))
     # Drop the last index, to which unused tokens were written.
-    tokens = sides[:, :, : run.keys].transpose(1, 2)
+    tokens = sides[:, : run.keys]
     found = flash_varlen(queries[0].transpose(0, 1), tokens[0], tokens[1], run, scaling)
     return found.transpose(0, 1)[None]
 
