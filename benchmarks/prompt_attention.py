@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.profiling import Timer
 from benchmarks.record import Record, command, device_name, finish, parser, show
+from oscar_mm.kernels.launch import uses_wgmma
 from oscar_mm.kernels.self_check import relative_error
 from oscar_mm.ops.varlen import VarlenArguments, VarlenKernel, boundaries, varlen_by_torch
 
@@ -82,8 +83,7 @@ def ways(one: Pass) -> dict[str, Callable[[], torch.Tensor]]:
     arguments = arguments_of(one)
     queries, keys, values, *ends, scaling, output = arguments
     kernel = VarlenKernel.for_arguments(arguments)
-    if kernel is None:
-        raise RuntimeError("benchmarks.prompt_attention needs a Hopper GPU")
+    assert kernel is not None
 
     def ours() -> torch.Tensor:
         kernel(arguments)
@@ -133,10 +133,10 @@ def measure(timer: Timer, rate: float) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; return the exit code, 2 without a CUDA device."""
+    """Run the benchmark; return the exit code, 2 without a Hopper GPU."""
     options = parser("benchmarks.prompt_attention", __doc__).parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("benchmarks.prompt_attention needs a CUDA device", file=sys.stderr)
+    if not (torch.cuda.is_available() and uses_wgmma(torch.device("cuda", 0))):
+        print("benchmarks.prompt_attention needs a Hopper GPU", file=sys.stderr)
         return 2
     rate = peak_rate(timer := Timer())
     rows = measure(timer, rate)
