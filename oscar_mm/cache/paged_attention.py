@@ -20,6 +20,7 @@ from oscar_mm.cache.step_plan import AttentionShape, StepPlan
 from oscar_mm.cache.varlen_attention import (
     VarlenBatch,
     attend_varlen,
+    attend_without_past,
     can_attend_varlen,
     varlen_batches,
 )
@@ -276,6 +277,9 @@ def _causal(
         merged.add(keys, values, causal=True)
         merged.add_sinks(sinks)
         return merged.output()
+    found = attend_without_past(queries, keys, values, scaling)
+    if found is not None:
+        return found
     if queries.shape[2] < _PLANNED_TOKENS and has_flash(queries):
         # Called directly, since ``sdpa_kernel`` would switch the backend for all threads of the
         # process.

@@ -251,6 +251,33 @@ def attend_varlen(
     return found.transpose(0, 1)[None]
 
 
+def attend_without_past(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor | None:
+    """Compute causal attention of rows of equal length without a past; None if the kernel for
+    Hopper GPUs does not take them.
+
+    Args:
+        queries: (batch, query heads, tokens, head_dim).
+        keys, values: (batch, KV heads, tokens, head_dim).
+        scaling: factor that the scores are multiplied by.
+
+    Returns:
+        (batch, query heads, tokens, head_dim).
+    """
+    if not queries.is_cuda:
+        return None
+    batch, heads, tokens, head_dim = queries.shape
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=queries.device) * tokens
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (queries, keys, values))
+    output = queries.new_empty(batch * tokens, heads, head_dim)
+    arguments = VarlenArguments(query, key, value, ends, ends, scaling, output)
+    if (kernel := VarlenKernel.for_arguments(arguments)) is None:
+        return None
+    kernel(arguments)
+    return output.unflatten(0, (batch, tokens)).transpose(1, 2)
+
+
 def flash_varlen(
     queries: torch.Tensor,
     keys: torch.Tensor,

@@ -6,7 +6,9 @@ import random
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from oscar_mm.cache.varlen_attention import attend_without_past
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import ELEMENTS
 from oscar_mm.kernels.self_check import relative_error
@@ -146,3 +148,17 @@ def test_what_the_kernel_does_not_take() -> None:
     floats = good._replace(queries=good.queries.float())
     for arguments in (apart, small, floats):
         assert VarlenKernel.for_arguments(arguments) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_of_equal_length(batch: int) -> None:
+    """Heads of a token are next to each other, as projections give them."""
+    states = torch.randn(batch, 700, 6, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    queries, keys, values = states.split((4, 1, 1), 1)
+    found = attend_without_past(queries, keys, values, 0.1)
+    assert found is not None
+    exact = scaled_dot_product_attention(
+        *(x.double() for x in (queries, keys, values)), is_causal=True, scale=0.1, enable_gqa=True
+    )
+    assert relative_error(found, exact) < 0.01
