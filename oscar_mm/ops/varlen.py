@@ -1,8 +1,8 @@
 """Varlen: causal attention of concatenated sequences in 16-bit precision, on Hopper GPUs.
 
 Matrix units read queries, keys and values from shared memory (wgmma). On other GPUs, torch's flash
-attention computes the same (``oscar_mm.cache.varlen_attention``); on an H200 it takes two to three
-times as long.
+attention computes the same (``oscar_mm.cache.varlen_attention``); on an H200 it takes twice as
+long.
 """
 
 from __future__ import annotations

@@ -159,6 +159,7 @@ def test_rows_of_equal_length(batch: int) -> None:
     found = attend_without_past(queries, keys, values, 0.1)
     assert found is not None
     exact = scaled_dot_product_attention(
-        *(x.double() for x in (queries, keys, values)), is_causal=True, scale=0.1, enable_gqa=True
+        *(queries.double(), keys.double(), values.double()),
+        **{"is_causal": True, "scale": 0.1, "enable_gqa": True},
     )
     assert relative_error(found, exact) < 0.01
