@@ -2,85 +2,122 @@
 // with 0 in the ranks that a row does not use. Then the residual stream is added to y, or two
 // products become silu(gate) * up.
 //
-// Compiled with: ROWS (at most), GATED (1: the first half of the outputs are the gate's), ELEMENT
-// (__half, __nv_bfloat16).
+// A warp computes TILE outputs of up to ROWS rows on matrix units. Its part of B is copied before
+// the kernel that computes the products has ended; all that it reads after that is requested at
+// once, since each access then waits for the weights of the next launch.
+//
+// Compiled with: GATED (1: the first half of the outputs are the gate's), ELEMENT (__half,
+// __nv_bfloat16).
 
+#include "common/mma.cuh"
 #include "common/overlap.cuh"
 #include "common/rounding.cuh"
 
-constexpr int THREADS = 64;
+constexpr int ROWS = 16;
+constexpr int TILE = 8;    // outputs
+constexpr int STEP = 16;   // ranks of a product
+constexpr int WARPS = 4, THREADS = WARPS * 32;
 constexpr int SIDES = GATED ? 2 : 1;
+constexpr int MODULES = 4;  // at most
 
 struct Params {
   const ELEMENT* products;  // (rows, SIDES * outputs)
-  const ELEMENT* between;   // (rows, ranks), ranks a multiple of 8
+  const ELEMENT* between;   // (rows, modules * ranks)
   const ELEMENT* up;        // (SIDES * outputs, ranks)
-  const uint8_t* idle;      // (rows, mask_ranks), of which rank % mask_ranks counts: 1 if the row
-                            // does not use the rank; or null
+  const uint8_t* idle;      // (rows, ranks): 1 if the row does not use the rank of any module; or
+                            // null
   const ELEMENT* residual;  // (rows, outputs) to be added, or null
   ELEMENT* output;          // (rows, outputs)
   int64_t products_stride, between_stride, idle_stride;  // between rows, in elements
-  int rows, outputs, ranks, mask_ranks;
+  int ends[MODULES];        // where the outputs of each module end, multiples of TILE
+  int rows, outputs, ranks;  // ranks of each module, a multiple of STEP
 };
 
+// L1 is bypassed: the preceding kernel writes while this one is running.
+__device__ __forceinline__ uint32_t load_pair(const ELEMENT* from) {
+  return __ldcg(reinterpret_cast<const uint32_t*>(from));
+}
+
+// Four elements, with 0 where the bytes of `idle` are 1.
+__device__ __forceinline__ uint2 load_used(const ELEMENT* from, const uint8_t* idle) {
+  uint2 four = __ldcg(reinterpret_cast<const uint2*>(from));
+  if (idle == nullptr) return four;
+  const uint32_t used = ~(__ldcg(reinterpret_cast<const uint32_t*>(idle)) * 0xff);
+  four.x &= __byte_perm(used, 0, 0x1100);
+  four.y &= __byte_perm(used, 0, 0x3322);
+  return four;
+}
+
+// Columns of a product may have any order: this lane's four columns are consecutive ranks.
 extern "C" __global__ void __launch_bounds__(THREADS)
     low_rank(const __grid_constant__ Params params) {
-  extern __shared__ __align__(16) float factors[];  // (ROWS, ranks)
-  const int output = blockIdx.x * THREADS + threadIdx.x, ranks = params.ranks;
-  const ELEMENT* up[SIDES];
-#pragma unroll
-  for (int side = 0; side < SIDES; ++side) {
-    const int64_t row = side * params.outputs + min(output, params.outputs - 1);
-    up[side] = params.up + row * ranks;
-    for (int at = 0; at < ranks; at += 64)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(up[side] + at));
+  extern __shared__ uint2 ahead[];  // (ranks / STEP, SIDES, THREADS): four ranks of an output
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const int rows = params.rows, outputs = params.outputs, ranks = params.ranks;
+  const int first = (blockIdx.x * WARPS + threadIdx.x / 32) * TILE;
+  if (first >= outputs) return;
+  for (int i = 0; i < ranks / STEP * SIDES; ++i) {
+    const int64_t row = i % SIDES * outputs + first + group;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
+                     shared_address(ahead + i * THREADS + threadIdx.x)),
+                 "l"(params.up + row * ranks + i / SIDES * STEP + quad * 4)
+                 : "memory");
   }
   let_next_begin();
-  wait_for_previous();
-  for (int i = threadIdx.x; i < ROWS * ranks; i += THREADS) {
-    const int row = i / ranks, rank = i % ranks;
-    factors[i] = 0.0f;
-    if (row >= params.rows) continue;
-    if (params.idle != nullptr && params.idle[row * params.idle_stride + rank % params.mask_ranks])
-      continue;
-    factors[i] = static_cast<float>(params.between[row * params.between_stride + rank]);
+  int modules[SIDES];
+#pragma unroll
+  for (int side = 0; side < SIDES; ++side) {
+    modules[side] = 0;
+#pragma unroll
+    for (int i = 0; i < MODULES - 1; ++i)
+      modules[side] += side * outputs + first >= params.ends[i];
   }
-  __syncthreads();
-  if (output >= params.outputs) return;
+  wait_for_previous();
 
-  float sums[SIDES][ROWS] = {};
-#pragma unroll 2
-  for (int at = 0; at < ranks; at += 8) {
-    float weights[SIDES][8];
+  uint32_t products[SIDES][2] = {}, residual[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = group + half * 8, at = first + quad * 2;
+    if (row >= rows) break;
+#pragma unroll
+    for (int side = 0; side < SIDES; ++side)
+      products[side][half] =
+          load_pair(params.products + row * params.products_stride + side * outputs + at);
+    if (params.residual != nullptr)
+      residual[half] = load_pair(params.residual + static_cast<int64_t>(row) * outputs + at);
+  }
+  float sums[SIDES][4] = {};
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll 4
+  for (int step = 0; step < ranks / STEP; ++step)
 #pragma unroll
     for (int side = 0; side < SIDES; ++side) {
-      const uint4 eight = load16(up[side] + at);
-      const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+      uint2 x[2] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 two = unpacked(words[i], ELEMENT());
-        weights[side][2 * i] = two.x, weights[side][2 * i + 1] = two.y;
+      for (int half = 0; half < 2; ++half) {
+        const int row = group + half * 8, at = step * STEP + quad * 4;
+        if (row < rows)
+          x[half] = load_used(
+              params.between + row * params.between_stride + modules[side] * ranks + at,
+              params.idle == nullptr ? nullptr : params.idle + row * params.idle_stride + at);
       }
+      const uint2 up = ahead[(step * SIDES + side) * THREADS + threadIdx.x];
+      mma(sums[side], x[0].x, x[1].x, x[0].y, x[1].y, up.x, up.y, ELEMENT());
     }
+
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row)
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-#pragma unroll
-        for (int side = 0; side < SIDES; ++side)
-          sums[side][row] = fmaf(weights[side][i], factors[row * ranks + at + i], sums[side][row]);
-  }
-#pragma unroll
-  for (int row = 0; row < ROWS; ++row) {
-    if (row >= params.rows) break;
-    const ELEMENT* const products = params.products + row * params.products_stride + output;
-    const int64_t place = static_cast<int64_t>(row) * params.outputs + output;
-    float y = rounded(static_cast<float>(products[0]) + sums[0][row]);
+  for (int half = 0; half < 2; ++half) {
+    const int row = group + half * 8;
+    if (row >= rows) break;
+    const float2 added = unpacked(residual[half], ELEMENT());
+    float2 y = unpacked(products[0][half], ELEMENT());
+    y = {rounded(y.x + sums[0][half * 2]), rounded(y.y + sums[0][half * 2 + 1])};
     if (GATED) {
-      const float other = static_cast<float>(products[(SIDES - 1) * params.outputs]);
-      y = gated(y, other + sums[SIDES - 1][row]);
+      const float2 other = unpacked(products[SIDES - 1][half], ELEMENT());
+      y = {gated(y.x, other.x + sums[SIDES - 1][half * 2]),
+           gated(y.y, other.y + sums[SIDES - 1][half * 2 + 1])};
     }
-    if (params.residual != nullptr) y += static_cast<float>(params.residual[place]);
-    params.output[place] = ELEMENT(y);
+    ELEMENT* const output = params.output + static_cast<int64_t>(row) * outputs + first + quad * 2;
+    *reinterpret_cast<uint32_t*>(output) = packed(y.x + added.x, y.y + added.y, ELEMENT());
   }
 }

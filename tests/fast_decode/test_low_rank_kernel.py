@@ -7,9 +7,12 @@ import torch
 from torch.nn.functional import silu
 
 from oscar_mm.fast_decode.linear_torch import Norm
-from oscar_mm.fast_decode.low_rank import (
-    THREADS,
-    LowRank,
+from oscar_mm.fast_decode.low_rank import LowRank
+from oscar_mm.fast_decode.low_rank_kernel import (
+    MAX_ROWS,
+    STEP,
+    TILE,
+    WARPS,
     LowRankKernel,
     LowRankParams,
     LowRankSpecialization,
@@ -22,13 +25,13 @@ from tests.compiled import architectures, compile_once, same_struct
 
 
 @pytest.mark.parametrize("arch", architectures())
-@pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("gated", [False, True])
-def test_kernel_compiles(arch: str, rows: int, gated: bool) -> None:
+def test_kernel_compiles(arch: str, gated: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    made = LowRankSpecialization(rows, gated, torch.float16 if gated else torch.bfloat16)
+    made = LowRankSpecialization(gated, torch.float16 if gated else torch.bfloat16)
     text = (csrc_folder() / "linear/low_rank.cu").read_text() + same_struct(LowRankParams)
-    text += f"static_assert(THREADS == {THREADS});\n"
+    sizes = {"ROWS": MAX_ROWS, "TILE": TILE, "STEP": STEP, "WARPS": WARPS}
+    text += "".join(f"static_assert({name} == {size});\n" for name, size in sizes.items())
     report = compile_once("linear/low_rank.cu", text, arch, macros_of(made))["low_rank"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
@@ -41,33 +44,34 @@ def test_kernel_compiles(arch: str, rows: int, gated: bool) -> None:
 @torch.inference_mode()
 def test_products_with_adapters(rows: int, gated: bool, quantized: bool, by_row: bool) -> None:
     """Against float64, with two adapters of 16 ranks: chosen by each row, or acting on all."""
-    device, dtype, width, outputs = torch.device("cuda", 0), torch.bfloat16, 512, 150
+    device, dtype, width = torch.device("cuda", 0), torch.bfloat16, 512
+    sizes = (152, 152) if gated else (152, 40, 8)
     generator = torch.Generator(device).manual_seed(rows)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    x, norm, down = random(rows, width), Norm(random(width), 1e-5), random(64, width) / 22
-    weights = [random(outputs, width) / 22 for _ in range(2)]
-    up = torch.block_diag(*(random(outputs, 32) for _ in range(2)))
+    x, norm, down = random(rows, width), Norm(random(width), 1e-5), random(len(sizes) * 32, width)
+    down, weights = down / 22, [random(size, width) / 22 for size in sizes]
+    up = random(sum(sizes), 32)
     exact, formats = torch.cat(weights).double(), {"scales": [], "zeros": []}
     if quantized:
         matrices = [QuantizedMatrix.of(weight, 4) for weight in weights]
         exact = torch.cat([matrix.dequantized(torch.float64) for matrix in matrices])
         weights = [matrix.codes for matrix in matrices]
         formats = {kind: [getattr(m, kind) for m in matrices] for kind in formats}
-    residual = None if gated else random(rows, 2 * outputs)
+    residual = None if gated else random(rows, sum(sizes))
     idle = torch.zeros(rows, 32, dtype=torch.bool, device=device)
     if by_row:
         idle[::2, :16] = idle[1::2, 16:] = True
-    low_rank = LowRank(down, up, 2 if by_row else 0)
-    assert (LowRankKernel.for_rows(x, low_rank, gated) is not None) == (rows <= 16)
+    low_rank = LowRank(down, up, sizes, by_row)
+    assert (LowRankKernel.for_rows(x, up, sizes, gated) is not None) == (rows <= 16)
     around = {"norm": norm, "residual": residual, "gated": gated, **formats}
     with choosing(idle if by_row else None):
-        found = low_rank.product(x, weights, [None, None], **around).double()
+        found = low_rank.product(x, weights, [None] * len(sizes), **around).double()
     normed = norm(x).double()
-    between = (normed @ down.double().T) * ~idle.repeat(1, 2)
-    expected = normed @ exact.T + between @ up.double().T
+    between = (normed @ down.double().T) * ~idle.repeat(1, len(sizes))
+    expected = normed @ exact.T + between @ torch.block_diag(*up.double().split(sizes)).T
     if gated:
         gates, ups = expected.chunk(2, 1)
         expected = silu(gates) * ups
