@@ -22,6 +22,9 @@ from transformers import (
     LlavaNextImageProcessor,
     LlavaNextProcessor,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
@@ -74,10 +77,13 @@ class Released(ReleasedModel):
     Attributes:
         weights: format that the decoder's weights are quantized to; None for 16 bits.
         adapters: number of LoRA adapters, of which each row of a step has one.
+        fused: whether layers are of a class that the fast decoder knows; if not, they run as
+            modules.
     """
 
     weights: str | None = None
     adapters: int = 0
+    fused: bool = True
 
     def with_positions(self, least: int) -> Released:
         """Return the same model with at least ``least`` positions.
@@ -101,6 +107,8 @@ class Released(ReleasedModel):
             "num_key_value_heads": max(queries, 2) // queries,
             "vocab_size": 800,
         }
+        if self.family == "qwen2_5_vl":  # It does not read head_dim.
+            text["hidden_size"] = self.text["head_dim"] * text["num_attention_heads"]
         if "linear_num_value_heads" in self.text:
             states = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
             states |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
@@ -112,7 +120,7 @@ class Released(ReleasedModel):
             heads = {"num_hidden_layers": 3, "num_attention_heads": 2}
             vision |= heads | {"image_size": 56, "projection_dim": 32}
         else:
-            vision |= {"depth": 3, "num_heads": 2, "out_hidden_size": 64}
+            vision |= {"depth": 3, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
             vision |= {"num_position_embeddings": 64}
         if "deepstack_visual_indexes" in self.vision:
             vision |= {"deepstack_visual_indexes": [0, 1]}
@@ -184,7 +192,10 @@ RANDOM_MODELS |= {
     f"qwen3-vl-8b-lora-{count}": replace(RELEASED["qwen3-vl-8b"], adapters=count)
     for count in (1, 4)
 }
-"""Released models, also with quantized weights or adapters."""
+_7B = Released(**vars(SHAPES["qwen2.5-vl-7b"]))
+_7B = replace(_7B, text=_7B.text | {"head_dim": 128})
+RANDOM_MODELS |= {"qwen2.5-vl-7b": _7B, "qwen2.5-vl-7b-modules": replace(_7B, fused=False)}
+"""Released models, also with quantized weights, adapters, or layers of an unknown class."""
 _RANK = 16
 """Rank of each adapter."""
 
@@ -223,6 +234,8 @@ def build(
         quantize(model, text.get_decoder(), released.weights)
     if released.adapters:
         _adapt(text, released.adapters)
+    for layer in () if released.fused else text.get_decoder().layers:
+        layer.__class__ = type("UnknownLayer", (type(layer),), {})
     ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
     for part in {model, getattr(model, "thinker", model)}:
         part.generation_config = ends
@@ -319,6 +332,23 @@ def _qwen3_vl(
     return model_class, config, processor
 
 
+def _qwen2_5_vl(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
+    tokenizer = qwen_tokenizer(520)
+    processor = Qwen2_5_VLProcessor(
+        image_processor=_images(released, 14),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(patch_size=14, merge_size=2),
+        chat_template=QWEN_TEMPLATE,
+    )
+    config = Qwen2_5_VLConfig(
+        text_config=dict(released.text),
+        vision_config=dict(released.vision),
+        tie_word_embeddings=False,
+        **_places(tokenizer, "image", "video"),
+    )
+    return Qwen2_5_VLForConditionalGeneration, config, processor
+
+
 def _qwen3_omni(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
     names = {f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "audio", "video")}
     for kind in ("vision", "audio"):
@@ -363,10 +393,10 @@ def _speaking(config: Any, tokenizer: Any, talker: Mapping[str, Any]) -> Any:
     return type(config)(**fields | talker | {"talker_config": own, "enable_audio_output": True})
 
 
-def _images(released: Released) -> Qwen2VLImageProcessor:
+def _images(released: Released, patch: int = 16) -> Qwen2VLImageProcessor:
     least, most = released.pixels
     return Qwen2VLImageProcessor(
-        patch_size=16,
+        patch_size=patch,
         merge_size=2,
         size={"shortest_edge": least, "longest_edge": most},
         image_mean=[0.5] * 3,
@@ -383,6 +413,7 @@ def _places(tokenizer: Any, *kinds: str) -> dict[str, int]:
 
 FAMILIES: dict[str, Callable[[Released], tuple[type[PreTrainedModel], Any, Any]]] = {
     "llava_next": _llava_next,
+    "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": partial(
         _qwen3_vl,
