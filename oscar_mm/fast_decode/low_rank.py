@@ -83,8 +83,8 @@ def _active(lora: Any) -> Iterator[_Adapter]:
 
 
 class LowRank(NamedTuple):
-    """What the adapters of one launch add. Each of its modules has the same number of ranks, perhaps
-    none of them in use.
+    """What the adapters of one launch add. All of its modules have the same number of ranks, also
+    those without adapters.
 
     Attributes:
         down: (modules * ranks, width): matrices A.
