@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from oscar_mm.cache.states import layers_of_states
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
 from oscar_mm.fast_decode.graph_cache import GraphCache
+from oscar_mm.fast_decode.module_products import FewRowProducts
 from oscar_mm.fast_decode.prompt_scratch import DecodingRows, PromptPiece, PromptScratch
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
@@ -190,6 +191,9 @@ class GraphRunner:
         """Adapters that rows may choose, and ranks that each row does not use, see ``choosing``."""
         self._steps = GraphInputs(cache, rows)
         self._capture = self._supported_capture() if capture == "auto" else capture
+        # Eager steps would spend more time in the mode than the kernels save.
+        in_graphs = self._capture is not None and device.type == "cuda"
+        self._products = FewRowProducts() if in_graphs else nullcontext()
         self._early: InflightStep | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
@@ -333,12 +337,13 @@ class GraphRunner:
         positions = self._expanded_positions()
         if self._layers is not None:
             return self._layers(self._ids, positions, self.cache)
-        output = self.model(
-            input_ids=self._ids,
-            position_ids=positions,
-            **as_argument(self.cache),
-            use_cache=True,
-        )
+        with self._products:
+            output = self.model(
+                input_ids=self._ids,
+                position_ids=positions,
+                **as_argument(self.cache),
+                use_cache=True,
+            )
         self.cache.end_step()
         return output.logits[:, -1]
 
