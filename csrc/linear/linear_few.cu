@@ -8,8 +8,8 @@
 // `columns`, ..., so that its part of x stays in registers. It multiplies all boxes of a span; if
 // there are fewer spans than warps, several teams of warps share the boxes. `depth` boxes of each
 // warp are in flight, with their scales and zero points. Products are those of pieces.cuh, whose
-// operand for x has columns for four rows of it. The sums of all warps are added at the end. Two
-// thread blocks fit on a multiprocessor, so the weights of the next launch arrive meanwhile.
+// operand for x has columns for four rows of it. The sums of all warps are added at the end. If two
+// thread blocks fit on a multiprocessor, the weights of the next launch arrive meanwhile.
 //
 // Rounding is the same as in separate operations, as in linear.cu.
 //
@@ -59,14 +59,18 @@ struct Box {
 struct Elements {
   uint4 chunks[LOADS][CHUNKS];
 
-  // L1 is bypassed: a preceding kernel may have written x while this one was running.
+  // FIXED: of the norm's weight. For x, L1 is bypassed: a preceding kernel may have written x while
+  // this one was running.
+  template <bool FIXED = false>
   __device__ __forceinline__ void load(const ELEMENT* row, int piece, int lane) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
 #pragma unroll
-      for (int j = 0; j < CHUNKS; ++j)
-        chunks[i][j] = __ldcg(reinterpret_cast<const uint4*>(
-            row + piece * PIECE + (i * 8 + lane % 8) * EACH + j * 8));
+      for (int j = 0; j < CHUNKS; ++j) {
+        const uint4* const from = reinterpret_cast<const uint4*>(
+            row + piece * PIECE + (i * 8 + lane % 8) * EACH + j * 8);
+        chunks[i][j] = FIXED ? __ldg(from) : __ldcg(from);
+      }
   }
 
   __device__ __forceinline__ float square() const {
@@ -163,6 +167,13 @@ __device__ __forceinline__ void request_scales(const Matrices& matrices, const B
 #endif
   constexpr int BYTES = SPAN_SCALES * sizeof(SCALE);
   copy_row<BYTES>(stage + SCALES_AT + lane * BYTES, matrices.scales[box.matrix] + first);
+}
+
+// Bring a span of the norm's weight to L1; called by all lanes of a warp.
+__device__ __forceinline__ void bring_to_l1(const ELEMENT* from, int lane) {
+  if (lane * 64 >= SPAN * PIECE) return;
+  uint32_t unused;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(unused) : "l"(from + lane * 64));
 }
 
 // Make a barrier complete only after this thread's copies of scales, too.
@@ -318,49 +329,59 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, TOGETHER)
     box_ahead += teams;
     if (box_ahead >= count) box_ahead = team, span_ahead += columns;
   };
+  // One after the other: what the preceding kernel reads waits behind all that is in flight.
 #pragma unroll 1
-  for (int slot = 0; slot < depth; ++slot) request(slot);
+  for (int slot = 0; slot < depth && span_ahead < spans; ++slot) {
+    if (slot == 1) let_next_begin();
+    if (slot > 0) barrier_wait(&full[warp][slot - 1], 0);
+    request(slot);
+  }
   let_next_begin();
 
-  const ELEMENT* const row = params.x + min(lane / 8, ROWS - 1) * width;
-  const int outputs = (last - first) * GRAIN;
+  const int x_row = min(lane / 8, ROWS - 1), outputs = (last - first) * GRAIN;
+  const ELEMENT* const row = params.x + x_row * width;
+  if (params.norm != nullptr) bring_to_l1(params.norm + column * SPAN * PIECE, lane);
   wait_for_previous();
+  Elements x[SPAN];
+#pragma unroll
+  for (int p = 0; p < SPAN; ++p) x[p].load(row, column * SPAN + p, lane);
   // Requested now, needed at the end.
   float2 addends = Output(matrices, threadIdx.x / LANES, first, outputs).addends(matrices);
   float scale = 1.0f;
   if (params.norm != nullptr) {
     float sum = 0.0f;
+#pragma unroll
+    for (int p = 0; p < SPAN; ++p) sum += x[p].square();
 #pragma unroll 1
-    for (int span = warp; span < spans; span += warps)
+    for (int span = column + columns; span < spans; span += columns)
 #pragma unroll
       for (int p = 0; p < SPAN; ++p) {
-        Elements x;
-        x.load(row, span * SPAN + p, lane);
-        sum += x.square();
+        Elements others;
+        others.load(row, span * SPAN + p, lane);
+        sum += others.square();
       }
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane % 8 == 0 && lane / 8 < ROWS) squares[warp][lane / 8] = sum;
     __syncthreads();
     sum = 0.0f;
-    for (int other = 0; other < warps; ++other) sum += squares[other][min(lane / 8, ROWS - 1)];
+    for (int other = 0; other < columns; ++other) sum += squares[other][x_row];
     scale = rsqrtf(sum / width + params.epsilon);
   }
 
   int slot = 0;
   uint32_t parity = 0;
 #pragma unroll 1
-  for (int span = column; span < spans; span += columns) {
+  for (int span = column;;) {
     Factors factors[SPAN];
 #pragma unroll
     for (int p = 0; p < SPAN; ++p) {
-      Elements x, by;
-      x.load(row, span * SPAN + p, lane);
       if (params.norm != nullptr) {
-        by.load(params.norm, span * SPAN + p, lane);
-        x.normalize(by, scale);
+        Elements by;
+        by.load<true>(params.norm, span * SPAN + p, lane);
+        x[p].normalize(by, scale);
       }
-      factors[p].convert(x, lane);
+      factors[p].convert(x[p], lane);
     }
 #pragma unroll 1
     for (int box = team; box < count; box += teams) {
@@ -383,6 +404,10 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, TOGETHER)
         if (lane % 4 < ROWS) *of_row = span == column ? both : *of_row + both;
       }
     }
+    span += columns;
+    if (span >= spans) break;
+#pragma unroll
+    for (int p = 0; p < SPAN; ++p) x[p].load(row, span * SPAN + p, lane);
   }
   __syncthreads();
 

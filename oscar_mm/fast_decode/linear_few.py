@@ -37,9 +37,8 @@ MAX_FEW_ROWS = 2
 """Maximum rows of x for which ``linear`` uses the kernel, which can take four."""
 BOX_ROW = 256
 """Bytes of a row of a box of weights."""
-MOST_WARPS, TOGETHER, MAX_DEPTH = 8, 2, 16
-"""Maximum warps of a thread block, thread blocks on a multiprocessor, and maximum boxes of a warp
-in flight."""
+MAX_DEPTH = 16
+"""Maximum boxes of a warp in flight."""
 GRAIN = 16
 """Rows of a box of weights."""
 _RESERVED = 3072
@@ -58,6 +57,30 @@ class FewParams(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("unused", ctypes.c_int * 8),
     )
+
+
+class FewTiling(NamedTuple):
+    """Sizes for which ``linear_few`` is compiled.
+
+    Attributes:
+        most_warps: maximum warps of a thread block.
+        together: thread blocks on a multiprocessor.
+    """
+
+    most_warps: int
+    together: int
+
+    @classmethod
+    def of(cls, weight_bits: int, shared_bytes: int) -> FewTiling:
+        """Return the fastest tiling.
+
+        Args:
+            weight_bits: see ``WeightFormat``.
+            shared_bytes: maximum shared memory per thread block.
+        """
+        if shared_bytes < 200 << 10:  # More warps would have too few boxes each.
+            return cls(8, 1)
+        return cls(16, 1) if weight_bits == 8 else cls(8, 2)
 
 
 class FewLaunch(NamedTuple):
@@ -86,10 +109,9 @@ class FewSpecialization(NamedTuple):
     dtype: torch.dtype
     weights: WeightFormat
 
-    def macros(self) -> Macros:
+    def macros(self, tiling: FewTiling) -> Macros:
         """Return the macros for csrc/linear/linear_few.cu."""
-        tiling = {"GRAIN": GRAIN, "MOST_WARPS": MOST_WARPS, "TOGETHER": TOGETHER}
-        return macros_of(self, **tiling, USE_TMA=1)
+        return macros_of(self, GRAIN=GRAIN, USE_TMA=1) | macros_of(tiling)
 
     @property
     def span(self) -> int:
@@ -104,22 +126,25 @@ class FewSpecialization(NamedTuple):
         each = (5 if wide else 3) if bits == 4 else 4
         return -(-GRAIN * (BOX_ROW + self.span // group * each) // 128) * 128
 
-    def launch(self, grains: int, width: int, blocks: int, limit: int) -> FewLaunch:
+    def launch(
+        self, grains: int, width: int, blocks: int, most_warps: int, limit: int
+    ) -> FewLaunch:
         """Partition a problem.
 
         Args:
             grains: grains of all matrices; with a gate, of one.
             width: columns of the weights.
             blocks: maximum number of thread blocks.
+            most_warps: maximum warps of a thread block.
             limit: bytes of shared memory of a thread block for boxes and sums.
 
         Returns:
             The partition; its depth is below 2 if the shared memory is too small.
         """
         spans = width // self.span
-        columns = -(-spans // -(-spans // MOST_WARPS))
+        columns = -(-spans // -(-spans // most_warps))
         boxes = -(-grains // blocks) * (2 if self.gated else 1)
-        teams = min(MOST_WARPS // columns, boxes)
+        teams = min(most_warps // columns, boxes)
         sums = boxes * (columns * GRAIN * self.rows * 4 + 8)
         stage = columns * teams * self.stage_bytes
         depth = min(MAX_DEPTH, max(limit - sums, 0) // stage)
@@ -135,11 +160,11 @@ class LinearFewKernel(
         super().__init__(specialization, device)
         if not uses_tma(device):
             raise KernelError(f"linear_few needs TMA, which {device} lacks")
-        self._kernel = self._load("linear/linear_few.cu", specialization.macros())
-        self._blocks = multiprocessors(device)
         limit = shared_limit(device)
-        # With less than 200 KiB, half of it would hold too few boxes.
-        self._limit = limit // (TOGETHER if limit >= 200 << 10 else 1) - _RESERVED
+        tiling = FewTiling.of(specialization.weights.weight_bits, limit)
+        self._kernel = self._load("linear/linear_few.cu", specialization.macros(tiling))
+        self._blocks, self._most_warps = multiprocessors(device), tiling.most_warps
+        self._limit = limit // tiling.together - _RESERVED
 
     def takes(self, arguments: LinearArguments) -> bool:
         """Return whether the kernel supports the width and the groups of the weights, its copies of
@@ -155,7 +180,8 @@ class LinearFewKernel(
 
     def _cut(self, arguments: LinearArguments) -> FewLaunch:
         made, grains = self.specialization, _grains(arguments)
-        return made.launch(grains, arguments.x.shape[1], self._blocks, self._limit)
+        width = arguments.x.shape[1]
+        return made.launch(grains, width, self._blocks, self._most_warps, self._limit)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
         """Launch the kernel; no bias is added if the product is gated."""

@@ -193,7 +193,7 @@ class LowRank(NamedTuple):
         Args:
             modules: modules of one launch.
             ranks: number of ranks of each module.
-            dtype, device: of the matrices.
+            dtype, device: dtype and device of the matrices.
             by_row: see ``LowRank``.
         """
         bases = [base_of(module) for module in modules]

@@ -7,9 +7,9 @@ import torch
 
 from oscar_mm.fast_decode.linear_few import (
     MAX_DEPTH,
-    MOST_WARPS,
     FewParams,
     FewSpecialization,
+    FewTiling,
     LinearFewKernel,
 )
 from oscar_mm.fast_decode.linear_params import WeightFormat
@@ -33,17 +33,22 @@ FORMATS = [
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("width", [512, 2048, 2560, 4096, 4608, 12288])
 def test_every_problem_is_cut_to_fit(form: WeightFormat, gated: bool, width: int) -> None:
-    limit, made = 110 << 10, FewSpecialization(1, gated, torch.bfloat16, form)
-    spans = width // made.span
+    made = FewSpecialization(1, gated, torch.bfloat16, form)
+    warps, together = FewTiling.of(form.weight_bits, 227 << 10)
+    limit, spans = (224 << 10) // together, width // made.span
     for grains in (1, 131, 132, 133, 1536):
-        blocks, columns, teams, depth, shared_bytes = made.launch(grains, width, 132, limit)
+        cut = made.launch(grains, width, 132, warps, limit)
+        blocks, columns, teams, depth, shared_bytes = cut
         assert blocks == min(132, grains) and columns <= spans
-        assert teams >= 1 and columns * teams <= MOST_WARPS
+        assert teams >= 1 and columns * teams <= warps
         assert 2 <= depth <= MAX_DEPTH and shared_bytes <= limit
         # No warp has more spans than it would with more warps.
-        assert -(-spans // columns) == -(-spans // MOST_WARPS)
+        assert -(-spans // columns) == -(-spans // warps)
     # The sums of so many outputs leave no room for weights.
-    assert made.launch(132 * 2000, width, 132, limit).depth < 2
+    assert made.launch(132 * 2000, width, 132, warps, limit).depth < 2
+    # A GPU with less shared memory has fewer warps, and so two boxes for each.
+    few, alone = FewTiling.of(form.weight_bits, 99 << 10)
+    assert alone == 1 and made.launch(256, width, 170, few, 96 << 10).depth >= 2
 
 
 @pytest.mark.parametrize("arch", architectures(LIMITS))
@@ -59,7 +64,8 @@ def test_compiles(arch: str, gated: bool, rows: int, form: WeightFormat) -> None
         f"static_assert(MAX_DEPTH == {MAX_DEPTH} && SPAN * PIECE == {made.span});\n"
         f"static_assert(STAGE == {made.stage_bytes} && sizeof(Box) == 8);\n"
     )
-    report = compile_once("linear/linear_few.cu", text, arch, made.macros())["linear_few"]
+    macros = made.macros(FewTiling.of(form.weight_bits, LIMITS[arch] << 10))
+    report = compile_once("linear/linear_few.cu", text, arch, macros)["linear_few"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
