@@ -114,7 +114,8 @@ def _tried() -> dict[str, dict[str, set[str]]]:
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for path in RESULTS.glob("*.json"):
         for found_name in set(re.findall(r'"model": "([^"]+)"', path.read_text())):
-            name, *_ = found_name.partition("-lora-")  # Adapters are no model of their own.
+            # Adapters, and other weights or ways to run, make no model of its own.
+            name = re.sub(r"-(lora-\d+|fp8|int4|modules)$", "", found_name)
             kind, weights = _known(name)
             found[kind]["vllm" if path.name.startswith("vllm") else weights].add(name)
     return found
