@@ -27,7 +27,7 @@ from oscar_mm.cache.states import layers_of_states
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
 from oscar_mm.fast_decode.graph_cache import GraphCache
-from oscar_mm.fast_decode.module_products import FewRowProducts
+from oscar_mm.fast_decode.module_products import in_fewer_launches, rms_norms
 from oscar_mm.fast_decode.prompt_scratch import DecodingRows, PromptPiece, PromptScratch
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
@@ -191,9 +191,9 @@ class GraphRunner:
         """Adapters that rows may choose, and ranks that each row does not use, see ``choosing``."""
         self._steps = GraphInputs(cache, rows)
         self._capture = self._supported_capture() if capture == "auto" else capture
-        # Eager steps would spend more time in the mode than the kernels save.
-        in_graphs = self._capture is not None and device.type == "cuda"
-        self._products = FewRowProducts() if in_graphs else nullcontext()
+        # Eager steps would spend more time in the block than the kernels save.
+        in_graphs = self._capture is not None and self._layers is None and device.type == "cuda"
+        self._launches = partial(in_fewer_launches, rms_norms(model)) if in_graphs else nullcontext
         self._early: InflightStep | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
@@ -337,7 +337,7 @@ class GraphRunner:
         positions = self._expanded_positions()
         if self._layers is not None:
             return self._layers(self._ids, positions, self.cache)
-        with self._products:
+        with self._launches():
             output = self.model(
                 input_ids=self._ids,
                 position_ids=positions,

@@ -1,16 +1,76 @@
-"""Products of decoders that run as their own modules: those of few rows run by our kernels."""
+"""Decoders that run as their own modules: products of few rows and RMSNorms in single launches.
+
+A graph of such a decoder has its modules' operations, each in a launch of its own. Of these,
+products read the weights, and an RMSNorm alone takes eight launches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import linear as torch_linear
 from torch.overrides import TorchFunctionMode
 
 from oscar_mm.fast_decode.linear import MAX_COLUMNS, kernel_for
-from oscar_mm.fast_decode.linear_torch import LinearArguments
+from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm
+from oscar_mm.modules import modules_of, run_as_written
+
+_SAME = 0.02
+"""Maximum relative difference of a norm's output from an RMSNorm's, above the rounding error of
+16-bit precision."""
+
+
+def rms_norms(model: Any) -> list[nn.Module]:
+    """Return the modules of a model's decoder that compute an RMSNorm, as a comparison shows."""
+    norms = [
+        one
+        for one in modules_of(model.get_decoder())
+        if hasattr(one, "variance_epsilon") and hasattr(one, "weight") and run_as_written([one])
+    ]
+    same = {kind: _is_rms_norm(one) for kind, one in {type(one): one for one in norms}.items()}
+    return [one for one in norms if same[type(one)]]
+
+
+@torch.no_grad()
+def _is_rms_norm(norm: Any) -> bool:
+    weight = norm.weight
+    x = torch.linspace(-1, 3, len(weight), dtype=weight.dtype, device=weight.device)[None]
+    found, expected = norm(x).float(), _norm_of(norm)(x).float()
+    return bool((found - expected).norm() <= _SAME * expected.norm())
+
+
+def _norm_of(norm: Any) -> Norm:
+    return Norm(norm.weight, norm.variance_epsilon)
+
+
+@contextmanager
+def in_fewer_launches(norms: Iterable[Any]) -> Iterator[None]:
+    """Within the block, norms and the products of linear modules take single launches.
+
+    Args:
+        norms: see ``rms_norms``.
+    """
+    changed = list(norms)
+    try:
+        for norm in changed:
+            norm.forward = partial(_normalized, norm)
+        with FewRowProducts():
+            yield
+    finally:
+        for norm in changed:
+            vars(norm).pop("forward", None)
+
+
+def _normalized(norm: Any, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+    casts = norm.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type)
+    if casts or more or named:  # A gate, for example.
+        return type(norm).forward(norm, x, *more, **named)
+    return _norm_of(norm).at_once(x)
 
 
 class FewRowProducts(TorchFunctionMode):

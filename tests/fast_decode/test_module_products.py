@@ -1,15 +1,18 @@
-"""Products of few rows within decoders' own modules."""
+"""Products of few rows, and norms, within decoders' own modules."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from oscar_mm.fast_decode import module_products
 from oscar_mm.fast_decode.linear import MAX_COLUMNS, kernel_for
-from oscar_mm.fast_decode.linear_torch import LinearArguments, linear_by_torch
-from oscar_mm.fast_decode.module_products import FewRowProducts
+from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
+from oscar_mm.fast_decode.module_products import FewRowProducts, in_fewer_launches, rms_norms
 
 
 @pytest.fixture
@@ -59,6 +62,43 @@ def test_without_a_kernel_the_module_runs() -> None:
     module, x = nn.Linear(16, 5), torch.randn(2, 16)
     with FewRowProducts():
         assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+
+
+class Decoder(nn.Module):
+    """A decoder with norms of several classes, one of them with a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.hooked = LlamaRMSNorm(16), LlamaRMSNorm(16)
+        self.centered, self.gated = CohereLayerNorm(16), MambaRMSNormGated(16, 16)
+        self.hooked.register_forward_hook(lambda *_: None)
+        nn.init.normal_(self.norm.weight)
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+
+@torch.no_grad()
+def test_norms_take_one_launch_within_the_block_only(monkeypatch) -> None:
+    """Those that compute something else, or have hooks, run as they were written."""
+    seen, at_once = [], Norm.at_once
+
+    def counted(norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        seen.append(norm.weight)
+        return at_once(norm, x)
+
+    monkeypatch.setattr(Norm, "at_once", counted)
+    model, x, gate = Decoder(), torch.randn(3, 16), torch.randn(3, 16)
+    norms = rms_norms(model)
+    assert set(norms) == {model.norm, model.gated}
+    expected = [model.norm(x), model.hooked(x), model.centered(x), model.gated(x, gate)]
+    with pytest.raises(ZeroDivisionError), in_fewer_launches(norms):
+        found = [model.norm(x), model.hooked(x), model.centered(x), model.gated(x, gate)]
+        assert [one is model.norm.weight for one in seen] == [True]
+        raise ZeroDivisionError
+    torch.testing.assert_close(found, expected)
+    model.norm(x)
+    assert len(seen) == 1
 
 
 @pytest.mark.gpu
