@@ -91,8 +91,8 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
                 *addresses(some, query_norm, key_norm, *angles),
                 *(heads.stride(0), query_heads, count, 1 + gated, epsilon),
             )
-            grid, stream = (-(-count // _WARPS), len(some), 1), current_stream(heads.device)
-            self._kernel.launch(grid, block, 0, params, stream, dependent=True)
+            blocks, stream = -(-count // (2 * _WARPS)), current_stream(heads.device)
+            self._kernel.launch((blocks, len(some), 1), block, 0, params, stream, dependent=True)
 
     @staticmethod
     def disagreement(
@@ -160,10 +160,18 @@ def _rope(arguments: RopeArguments) -> None:
         and heads.shape[2] in HEAD_DIMS
         and turned % 64 == 0
         and heads.dtype in ELEMENTS
+        and _aligned(arguments)
     ):
         made = Specialization(heads.shape[2], heads.dtype, turned, arguments.centered)
         kernel = RopeKernel.of(made, heads.device)
     (kernel or rope_by_torch)(arguments)
+
+
+def _aligned(arguments: RopeArguments) -> bool:
+    """Return whether the kernel can read four channels at once."""
+    heads, _, *vectors = arguments[:6]
+    starts = (x.data_ptr() % 8 == 0 for x in (heads, *vectors) if x is not None)
+    return all(starts) and heads.stride(0) % 4 == 0
 
 
 def _check(arguments: RopeArguments) -> None:

@@ -106,3 +106,17 @@ def test_kernel(dtype: torch.dtype, head_dim: int, turned: int | None, centered:
     made = Specialization(head_dim, dtype, turned or head_dim, centered)
     verdict = RopeKernel.checked.check(made, torch.device("cuda", 0))
     assert verdict.disagreement < 2e-3
+
+
+@pytest.mark.gpu
+def test_heads_of_any_alignment() -> None:
+    """The kernel reads four channels at once; others are rotated with PyTorch operations."""
+    generator = torch.Generator().manual_seed(0)
+    for offset in (0, 1, 2, 4):
+        row, angles = torch.randn(9 * 64 + offset, generator=generator), torch.randn(1, 64)
+        heads = row.to("cuda", torch.bfloat16)[offset:].view(1, 9, 64)
+        cosine, sine = angles.cos().to(heads), angles.sin().to(heads)
+        expected = heads.clone()
+        rope_by_torch(RopeArguments(expected, 8, cosine, sine, None, None, 0.0))
+        rope_(heads, 8, cosine, sine)
+        assert torch.allclose(heads, expected, rtol=2**-7)
