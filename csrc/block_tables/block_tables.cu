@@ -12,11 +12,12 @@ constexpr int WARPS = THREADS / 32;
 constexpr int TILE = 16;
 constexpr int HEAD = 4;            // integers of a job, or a beginning, before its sources
 constexpr int CENTER_TOKENS = 32;
-constexpr int FIELDS = 16;         // integers of an assignment
+constexpr int FIELDS = 32;         // integers of a thread block's work
 constexpr int SEGMENT_ITEMS = 20;  // empty places after a segment, if thread blocks have several
 constexpr int MANY_SEGMENTS = 3;   // segments per thread block from which warps may divide the list
 constexpr int SHORT_ITEMS = 48;    // maximum mean items of these segments
 constexpr int WARP_SEGMENT_ITEMS = 3;  // empty places after a segment then
+constexpr int WORKING_WARPS[] = {12, 16};  // of a thread block, if each has one segment
 constexpr int FEWEST_ITEMS = 8;    // minimum items of a thread block of decode, if there are enough
 constexpr int ROUND_ITEMS = 12;    // minimum if three quarters of the thread blocks would have work
 constexpr int NOTHING = -2147483647 - 1;
@@ -91,43 +92,89 @@ __device__ __forceinline__ int sum_of(int x) {
   return x;
 }
 
+__device__ __forceinline__ int items_of(const Params& params, int row) {
+  return Exact(params, row).items();
+}
+
+// Parts of all segments, of up to `items` items each. Called by whole warps.
+__device__ __forceinline__ int parts_of(const Params& params, int items) {
+  int parts = 0;
+  for (int row = threadIdx.x % 32; row < params.decodes; row += 32)
+    parts += ceil_div(items_of(params, row), items);
+  return sum_of(parts) * params.heads * params.column_tiles;
+}
+
+// The smallest length, but at least `longest`, of the parts of all segments of which there are no
+// more than `workers`. Called by whole warps.
+__device__ __forceinline__ int longest_part(const Params& params, int workers, int longest) {
+  int high = longest;
+  for (int row = 0; row < params.decodes; ++row) high = max(high, items_of(params, row));
+  while (longest < high) {
+    const int middle = (longest + high) / 2;
+    if (parts_of(params, middle) <= workers)
+      high = middle;
+    else
+      longest = middle + 1;
+  }
+  return longest;
+}
+
+// The same as `_assign_warps` in oscar_mm/ops/decode_tables.py.
+__device__ __forceinline__ void assign_warps(const Params& params, int* before) {
+  const int rows = params.decodes, per_row = params.heads * params.column_tiles;
+  int working = 0, longest = 0, total = 0;
+  for (int each : WORKING_WARPS) {
+    const int warps = params.workers * each;
+    if (rows * per_row > warps) continue;
+    longest = longest_part(params, warps, 1), total = parts_of(params, longest);
+    if (8 * total < 7 * warps) continue;
+    working = each;
+    break;
+  }
+  if (!working) return;
+  if (threadIdx.x < 32)
+    sums_before(before, rows, threadIdx.x,
+                [&](int row) { return ceil_div(items_of(params, row), longest); });
+  __syncthreads();
+  const auto first_of = [&](int row) { return per_row * before[row]; };
+  for (int worker = threadIdx.x; worker < params.workers; worker += THREADS) {
+    int* fields = params.assignments + worker * FIELDS + FIELDS / 2;
+    fields[2] = working, fields[3] = total, fields[12] = longest;  // also if there is no work
+    const int number = worker * working;
+    if (number >= total) continue;
+    const int row = row_at(rows, number, first_of);
+    const int parts = ceil_div(items_of(params, row), longest);
+    const int within = (number - first_of(row)) / parts;
+    const Exact exact(params, row);
+    fields[4] = row, fields[5] = within / params.column_tiles;
+    fields[6] = within % params.column_tiles, fields[7] = row * per_row + within;
+    fields[9] = exact.tiles(), fields[10] = exact.pages();
+    fields[11] = first_of(row) + within * parts;
+  }
+}
+
 // The same as `assign` in oscar_mm/ops/decode_tables.py.
 __device__ __forceinline__ void assign(const Params& params, int* before) {
   const int rows = params.decodes, per_row = params.heads * params.column_tiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto items_of = [&](int row) { return Exact(params, row).items(); };
   const bool few = rows * per_row <= params.workers;
-  if (warp == 0) sums_before(before, rows, lane, items_of);
+  if (warp == 0) sums_before(before, rows, lane, [&](int row) { return items_of(params, row); });
   __syncthreads();
   const bool by_warps = rows * per_row >= MANY_SEGMENTS * params.workers &&
                         before[rows] <= SHORT_ITEMS * rows;
   const int gap = by_warps ? WARP_SEGMENT_ITEMS : SEGMENT_ITEMS;
-  const auto length_of = [&](int row) { return items_of(row) + (few ? 0 : gap); };
+  const auto length_of = [&](int row) { return items_of(params, row) + (few ? 0 : gap); };
   __syncthreads();
   if (warp == 0) sums_before(before, rows, lane, length_of);
   __syncthreads();
   const int total = per_row * before[rows];
   int longest = 1;  // items of a part, if each thread block has one segment
   if (few) {
-    const auto parts_of = [&](int items) {
-      int parts = 0;
-      for (int row = lane; row < rows; row += 32) parts += ceil_div(items_of(row), items);
-      return sum_of(parts) * per_row;
-    };
-    int low = parts_of(FEWEST_ITEMS) * 4 > params.workers * 3 ? ROUND_ITEMS : FEWEST_ITEMS;
-    int high = low;
-    for (int row = 0; row < rows; ++row) high = max(high, items_of(row));
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (parts_of(middle) <= params.workers)
-        high = middle;
-      else
-        low = middle + 1;
-    }
-    longest = low;
+    const bool crowded = parts_of(params, FEWEST_ITEMS) * 4 > params.workers * 3;
+    longest = longest_part(params, params.workers, crowded ? ROUND_ITEMS : FEWEST_ITEMS);
     __syncthreads();
     if (warp == 0)
-      sums_before(before, rows, lane, [&](int row) { return ceil_div(items_of(row), longest); });
+      sums_before(before, rows, lane, [&](int row) { return ceil_div(items_of(params, row), longest); });
     __syncthreads();
   }
   const int used = few ? per_row * before[rows] : min(params.workers, total);
@@ -138,14 +185,14 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
       const int begin =
           few ? worker : static_cast<int>(static_cast<int64_t>(total) * worker / used);
       const int place = few ? begin : begin + gap;  // no part begins in empty places
-      const int row = row_at(rows, place, first_of), items = items_of(row);
+      const int row = row_at(rows, place, first_of), items = items_of(params, row);
       const int size = few ? ceil_div(items, longest) : length_of(row);
       const int within = (place - first_of(row)) / size;
       const int head = within / params.column_tiles, tile = within % params.column_tiles;
       int first = 0, last = 0, start = first_of(row) + within * size;
       if (few) {
         start = 0;
-        for (int other = 0; other < row; ++other) start += per_row * items_of(other);
+        for (int other = 0; other < row; ++other) start += per_row * items_of(params, other);
         start += within * items;
         const int part = worker - first_of(row) - within * size;
         first = start + items * part / size, last = start + items * (part + 1) / size;
@@ -161,6 +208,8 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
     }
     for (int i = 0; i < FIELDS; ++i) params.assignments[worker * FIELDS + i] = fields[i];
   }
+  __syncthreads();
+  if (by_warps) assign_warps(params, before);
 }
 
 __device__ __forceinline__ void list_pages(const Params& params, int row) {

@@ -132,10 +132,18 @@ __device__ __forceinline__ uint32_t code_bytes(const Codes<BITS>& codes) {
   return chosen(word >> (2 * HALF), HALF ? high >> pair : high << (2 - pair), 0x33333333u);
 }
 
+// Place of the lowest bit of a code that in_byte returns: the highest place, because shifts to the
+// left are multiplications, which use another pipe than masks. Sums of products of 256 channels
+// would be too large there (FIXED_ZERO).
+template <int BITS>
+constexpr int BYTE_PLACE = HEAD_DIM > 128 ? 0 : BITS == 2 ? 6 : 4;
+
 template <int BITS, int STEP, int HALF>
 __device__ __forceinline__ uint32_t in_byte(uint32_t bytes) {
   constexpr int at = BITS == 2 ? 2 * bit_place<2>(STEP, HALF) : 4 * (BITS == 3 ? STEP % 2 : HALF);
-  return bytes >> at & 0x01010101u * ((1u << BITS) - 1u);
+  constexpr int up = BYTE_PLACE<BITS> - at;
+  return (up < 0 ? bytes >> -up : bytes * (1u << up)) &
+         0x01010101u * ((1u << BITS) - 1u) << BYTE_PLACE<BITS>;
 }
 
 // The code of a step and half of its channels, in byte `byte` of its word: half of 8 tokens + 2 *

@@ -72,57 +72,74 @@ __device__ __forceinline__ uint32_t in_use(uint32_t pair, int token, int start, 
   return pair;
 }
 
-// From the scores of a part of a page to its values. Tokens [start, stop) are in use; the other
-// tokens of a stream page may never have been written.
+// Scores that are probabilities, as operand B of products with values: with SPLIT, pairs of tiles.
+struct Weights {
+  uint32_t of[PART_SCORES][2];
+};
+
+// Mark tokens that are not in use, i.e. not in [start, stop).
+__device__ __forceinline__ void clear_unused(float (&scores)[PART_SCORES][4], int part, int start,
+                                             int stop, int lane) {
+#pragma unroll
+  for (int i = 0; i < PART_SCORES; ++i)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int token = part * PART_TOKENS + token_of(i, c, lane);
+      if (token < start || token >= stop) scores[i][c] = -INFINITY;
+    }
+}
+
+// Whether a part has tokens that are not in use.
+__device__ __forceinline__ bool is_partial(int part, int start, int stop) {
+  return start > part * PART_TOKENS || stop < (part + 1) * PART_TOKENS;
+}
+
+// Raise `next` to the lane's largest scores of its two columns.
+__device__ __forceinline__ void raise_to(float (&next)[2], const float (&scores)[PART_SCORES][4]) {
+#pragma unroll
+  for (int i = 0; i < PART_SCORES; ++i)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) next[c & 1] = fmaxf(next[c & 1], scores[i][c]);
+}
+
+// Probabilities of a part's scores, relative to the maximum `next`.
+__device__ __forceinline__ Weights weights_of(const float (&scores)[PART_SCORES][4],
+                                              const float (&unit)[2], const float (&next)[2]) {
+  Weights weights;
+#pragma unroll
+  for (int i = 0; i < PART_SCORES; ++i) {
+    float x[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x[c] = exp2_fast(fmaf(scores[i][c], unit[c & 1], -next[c & 1]));
+    weights.of[i][0] = transposed(packed(x[0], x[1], __half()));
+    weights.of[i][1] = transposed(packed(x[2], x[3], __half()));
+  }
+  return weights;
+}
+
+// Attend to the values of a part of a page. Tokens [start, stop) are in use; the other tokens of a
+// stream page may never have been written.
 template <class P>
-__device__ __forceinline__ void attend_part(State& state, const uint8_t* page, int part,
-                                            float (&scores)[PART_SCORES][4],
-                                            const Queries& query, int start, int stop, int lane) {
+__device__ __forceinline__ void attend_values(State& state, const uint8_t* page, int part,
+                                              const Weights& all, int start, int stop, int lane) {
   constexpr uint32_t ONES = 0x3c003c00;
   constexpr int VALUE_STEPS = VALUE_GROUP / TILE, LOW = P::Values::LOW;
   static_assert(VALUE_GROUPS <= 4, "a value group has its products below");
   const int quad = lane & 3;
-  const bool is_partial = start > part * PART_TOKENS || stop < (part + 1) * PART_TOKENS;
   // For the first value group, the state accumulates probability * zero; other groups are added
   // below.
   float zero[VALUE_GROUPS][4] = {};
-  uint32_t weights[PART_TILES][2];
-  if (is_partial) {
-    asm volatile("");  // a branch, not selects in every page
-#pragma unroll
-    for (int i = 0; i < PART_SCORES; ++i)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int token = part * PART_TOKENS + token_of(i, c, lane);
-        if (token < start || token >= stop) scores[i][c] = -INFINITY;
-      }
-  }
-  float next[2] = {scores[0][0], scores[0][1]};
-#pragma unroll
-  for (int i = 0; i < PART_SCORES; ++i)
-#pragma unroll
-    for (int c = i ? 0 : 2; c < 4; ++c) next[c & 1] = fmaxf(next[c & 1], scores[i][c]);
-  const float unit[2] = {query.unit[2 * quad], query.unit[2 * quad + 1]};
-  next[0] *= unit[0], next[1] *= unit[1];
-  raise_maximum(state, next);
-#pragma unroll
-  for (int i = 0; i < PART_SCORES; ++i) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-      scores[i][c] = exp2_fast(fmaf(scores[i][c], unit[c & 1], -next[c & 1]));
-    const uint32_t first = transposed(packed(scores[i][0], scores[i][1], __half()));
-    const uint32_t second = transposed(packed(scores[i][2], scores[i][3], __half()));
-    if (SPLIT) {
-      const bool upper = lane >= 16;  // columns 4 to 7
-      weights[2 * i][0] = upper ? 0 : first, weights[2 * i][1] = upper ? first : 0;
-      weights[2 * i + 1][0] = upper ? 0 : second, weights[2 * i + 1][1] = upper ? second : 0;
-    } else {
-      weights[i][0] = first, weights[i][1] = second;
-    }
-  }
 #pragma unroll
   for (int i = 0; i < PART_TILES; ++i) {
     const int tile = part * PART_TILES + i, run = tile >> 1, parity = i & 1;
+    uint32_t weights[2];
+    if constexpr (SPLIT) {
+      const bool upper = lane >= 16;  // columns 4 to 7
+      const uint32_t both = all.of[i / 2][i % 2];
+      weights[0] = upper ? 0 : both, weights[1] = upper ? both : 0;
+    } else {
+      weights[0] = all.of[i][0], weights[1] = all.of[i][1];
+    }
     Codes<P::Values::WIDTH> codes;
     codes.load(page + P::value_codes, tile, lane);
 #pragma unroll
@@ -132,8 +149,8 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
       const Pairs zeros(page + P::value_zeros + at, run, quad);
       uint32_t scale[2] = {scales.get(parity, 0), scales.get(parity, 1)};
       uint32_t point[2] = {zeros.get(parity, 0), zeros.get(parity, 1)};
-      if (STREAM && is_partial) {
-        asm volatile("");
+      if (STREAM && is_partial(part, start, stop)) {
+        asm volatile("");  // a branch, not selects in every page
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           // 0 * NaN is not 0.
@@ -144,8 +161,8 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
       }
       // Rows 0 to 7 accumulate probability * zero, rows 8 to 15 probability.
       float(&sums)[4] = value_group == 0 ? state.sums : zero[value_group];
-      mma(sums, point[0], ONES, point[1], ONES, weights[i][0], weights[i][1], __half());
-      const uint32_t scaled[2] = {times(weights[i][0], scale[0]), times(weights[i][1], scale[1])};
+      mma(sums, point[0], ONES, point[1], ONES, weights[0], weights[1], __half());
+      const uint32_t scaled[2] = {times(weights[0], scale[0]), times(weights[1], scale[1])};
       if (value_group == 0) value_products<P::Values::WIDTH, 0, VALUE_STEPS>(state, codes, scaled);
       if constexpr (VALUE_GROUPS > 1)
         if (value_group == 1)
@@ -166,6 +183,24 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
       for (int c = 0; c < 4; ++c)
         state.out[tile][c] += zero[tile / VALUE_STEPS][c & 1] / out_unit<LOW>(tile, c >> 1);
   }
+}
+
+// From the scores of a part of a page to its values. Tokens [start, stop) are in use.
+template <class P>
+__device__ __forceinline__ void attend_part(State& state, const uint8_t* page, int part,
+                                            float (&scores)[PART_SCORES][4],
+                                            const Queries& query, int start, int stop, int lane) {
+  if (is_partial(part, start, stop)) {
+    asm volatile("");  // a branch, not selects in every page
+    clear_unused(scores, part, start, stop, lane);
+  }
+  const int quad = lane & 3;
+  const float unit[2] = {query.unit[2 * quad], query.unit[2 * quad + 1]};
+  float next[2] = {-INFINITY, -INFINITY};
+  raise_to(next, scores);
+  next[0] *= unit[0], next[1] *= unit[1];
+  raise_maximum(state, next);
+  attend_values<P>(state, page, part, weights_of(scores, unit, next), start, stop, lane);
 }
 
 // Queries times the scales of a key group, and the queries' products with its zeros (the same in

@@ -15,7 +15,7 @@
 
 // Products of the lane's columns with a page's center, in units of codes. The queries are the rows:
 // high parts, then low parts.
-__device__ __forceinline__ void center_products(float (&products)[2], const QueryParts& query,
+__device__ __forceinline__ void center_products(float (&products)[2], const Queries& query,
                                                 const uint8_t* center, int lane) {
   float sums[4][4] = {};  // one for every fourth step: four products are independent
 #pragma unroll
@@ -24,7 +24,7 @@ __device__ __forceinline__ void center_products(float (&products)[2], const Quer
 #pragma unroll
     for (int parity = 0; parity < 2; ++parity) {
       const int step = 2 * run + parity;
-      const uint4 rows = load16(&query[step][lane % (4 * USED_COLUMNS)]);
+      const uint4 rows = load16(&query.parts[step][lane % (4 * USED_COLUMNS)]);
       mma(sums[step % 4], rows.x, rows.y, rows.z, rows.w, pairs.get(parity, 0),
           pairs.get(parity, 1), __half());
     }
@@ -39,8 +39,9 @@ __device__ __forceinline__ void center_products(float (&products)[2], const Quer
 }
 
 // Store two channels of a column's query, from `channel` on; they are within QUERY_RANGE.
-__device__ __forceinline__ void store_fixed(FixedParts& fixed, int column, int channel, float even,
-                                            float odd) {
+template <int QUADS>
+__device__ __forceinline__ void store_fixed(uint4 (&fixed)[FIXED_STEPS][QUADS], int column,
+                                            int channel, float even, float odd) {
   const int step = channel / TILE, half = channel / 8 % 2, quad = channel / 2 % 4;
   const int numbers[2] = {__float2int_rn(even * FIXED_UNIT), __float2int_rn(odd * FIXED_UNIT)};
   const int high[2] = {(numbers[0] + 128) >> 8, (numbers[1] + 128) >> 8};
@@ -59,14 +60,14 @@ __device__ __forceinline__ void store_fixed(FixedParts& fixed, int column, int c
 
 // Products of a part's tiles (with SPLIT, two tiles at a time) with the high and low bytes of
 // queries.
-template <int BITS, int I = 0>
+template <int BITS, int I = 0, class Q>
 __device__ __forceinline__ void fixed_products(int (&high)[PART_SCORES][4],
                                                int (&low)[PART_SCORES][4],
                                                const Codes<BITS> (&codes)[PART_TILES],
-                                               const FixedParts& query, int lane) {
+                                               const Q& query, int lane) {
   if constexpr (I < FIXED_STEPS) {
     constexpr int STEP = SPLIT ? I : I / 2 * 4 + I % 2;
-    const uint4 both = query[I][lane];  // high, low
+    const uint4 both = query.operands(I, lane);  // high, low
 #pragma unroll
     for (int i = 0; i < PART_SCORES; ++i) {
       uint32_t of[2][2];  // [half][whether for a product's upper rows]
@@ -100,8 +101,9 @@ __device__ __forceinline__ void fixed_products(int (&high)[PART_SCORES][4],
 constexpr int FIXED_ZERO = 0x4b400000;
 
 // A product in units of codes, from the sums of high and low bytes.
+template <int BITS>
 __device__ __forceinline__ float fixed_sum(int high, int low) {
-  constexpr float LOW = 1.0f / SUBNORMAL / FIXED_UNIT, HIGH = 256.0f * LOW, ZERO = 12582912.0f;
+  constexpr float LOW = 1.0f / SUBNORMAL / FIXED_UNIT / (1 << BYTE_PLACE<BITS>), HIGH = 256.0f * LOW, ZERO = 12582912.0f;
   return fmaf(__int_as_float(low), LOW, fmaf(__int_as_float(high), HIGH, -ZERO * (HIGH + LOW)));
 }
 
@@ -123,9 +125,9 @@ struct Four {
 };
 
 // Scores of a part of a page. center: products of the lane's columns with the page's center.
-template <class P>
+template <class P, class Q>
 __device__ __forceinline__ void part_scores(float (&scores)[PART_SCORES][4], const uint8_t* page,
-                                            const Queries& query, const float (&center)[2],
+                                            const Q& query, const float (&center)[2],
                                             int part, int lane) {
   Codes<P::Keys::WIDTH> codes[PART_TILES];
 #pragma unroll
@@ -136,7 +138,7 @@ __device__ __forceinline__ void part_scores(float (&scores)[PART_SCORES][4], con
   for (int i = 0; i < PART_SCORES; ++i)
 #pragma unroll
     for (int c = 0; c < 4; ++c) high[i][c] = low[i][c] = FIXED_ZERO;
-  fixed_products(high, low, codes, query.fixed, lane);
+  fixed_products(high, low, codes, query, lane);
   const uint8_t* place = page + (part * 8 + (lane >> 2)) * 16;
   const Four scales(place + P::key_scales, lane), zeros(place + P::key_zeros, lane);
   const float total[2] = {query.total[2 * (lane & 3)], query.total[2 * (lane & 3) + 1]};
@@ -152,7 +154,7 @@ __device__ __forceinline__ void part_scores(float (&scores)[PART_SCORES][4], con
       float rest = (c & 2 ? zero.y : zero.x) * total[c & 1];
       if (CENTER) rest = fmaf(c & 2 ? two.y : two.x, center[c & 1], rest);
       const float by = fabsf(c & 2 ? scale.y : scale.x);
-      scores[i][c] = fmaf(fixed_sum(high[i][c], low[i][c]), by, rest);
+      scores[i][c] = fmaf(fixed_sum<P::Keys::WIDTH>(high[i][c], low[i][c]), by, rest);
     }
   }
 }
@@ -163,7 +165,7 @@ __device__ __forceinline__ void attend_stream(State& state, const uint8_t* page,
                                               const Queries& query, int start, int stop,
                                               int lane) {
   float center[2];
-  if (CENTER) center_products(center, query.parts, page + P::center, lane);
+  if (CENTER) center_products(center, query, page + P::center, lane);
 #pragma unroll 1
   for (int part = start / PART_TOKENS; part * PART_TOKENS < stop; ++part) {
     float scores[PART_SCORES][4];

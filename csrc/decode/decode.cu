@@ -18,8 +18,8 @@
 // VALUE_BITS_B (0: none) of one or two page formats, ELEMENT (__half, __nv_bfloat16), WARPS (at
 // least 8), BUFFERS (with fewer than WARPS, some warps wait), USE_TMA (copy.cuh), ROTATE, NARROW
 // (1: at most 4 columns are in use, and columns 4 to 7 have the low parts of 0 to 3, which needs no
-// further product; 0: the low parts have their own products), BY_WARPS (1: with by_warps.cuh, for
-// work lists of short segments; 0: thread blocks take these too).
+// further product; 0: the low parts have their own products), BY_WARPS (warps of a thread block that
+// divide work lists of short segments with by_warps.cuh; 0: thread blocks take these too).
 
 #include "common/overlap.cuh"
 #include "decode/attend_page.cuh"
@@ -114,14 +114,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Shared& shared = *reinterpret_cast<Shared*>(raw);
   // A shuffle tells the compiler that a warp's branches on it do not diverge.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  Assignment part = params.assignments[blockIdx.x];
 #if BY_WARPS
-  if (part.by_warps) {
-    by_warps::attend(params, raw, part, warp, lane);
+  if (params.assignments[blockIdx.x].block.by_warps) {
+    if (warp < BY_WARPS) by_warps::attend(params, raw, warp, lane);
     return;
   }
+  if (warp >= WARPS) return;
 #endif
-  if (threadIdx.x == 0) shared.first = part.first, shared.parts = part.parts;
+  Assignment part = params.assignments[blockIdx.x].block;
+  if (threadIdx.x == 0) shared.part = part;
   if (threadIdx.x < BUFFERS) {
     barrier_init(&shared.full[threadIdx.x]);
     shared.turns[threadIdx.x] = ~0u;
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (part.begin == part.end) return;
   uint32_t taken = 0;
-  Query<1> query;
+  Query<32> query;
   // Stored tokens may be requested before the preceding kernel has ended; it writes the new tokens
   // and the queries.
 #pragma unroll 1
@@ -149,8 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp < COLUMNS) {
       query.store(shared.query, params.scaling, warp, lane);
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i)
-        shared.plain[warp][paired_channel(i, lane)] = query.plain[0][i];
+      for (int i = 0; i < query.PAIRS; ++i)
+        reinterpret_cast<Query<32>::Pair*>(shared.plain[warp])[query.channel_of(i, lane) / 2] =
+            query.plain[i];
     }
     __syncthreads();
     State state;
@@ -168,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Assignment done = part;
     const Run run = run_of(part);
     taken += run.last - run.first;
+    part.gap = shared.part.gap;  // so that no register holds it meanwhile
     const bool goes_on = part.next() < part.end;
     if (goes_on) {
       // Load the next segment's pages while the states of this one are summed.

@@ -47,10 +47,10 @@ __device__ __forceinline__ void copy_parts(float* target, const float* source, i
 __device__ __forceinline__ void finish_segment(const Params& params, Shared& shared,
                                                const Assignment& part, bool goes_on, int warp,
                                                int lane) {
-  int first = shared.first, parts = shared.parts;
+  int first = shared.part.first, parts = shared.part.parts;
   if (!parts) {
-    first = part.worker(part.start);
-    parts = part.worker(part.start + part.items() - 1) - first + 1;
+    first = shared.part.worker(part.start);
+    parts = shared.part.worker(part.start + part.items() - 1) - first + 1;
   }
   const int columns =
       min(COLUMNS, params.group * params.tokens - part.column_tile * COLUMNS);
@@ -90,5 +90,8 @@ __device__ __forceinline__ void finish_segment(const Params& params, Shared& sha
     copy_parts(records, partials + added * PART, count, columns);
     added += count;
   }
-  if (warp < columns) write_column(params, part, warp, sum.x, sum.total, lane);
+  if (warp < columns) {
+    rotate_back(sum.x, lane);
+    write_column(params, part, warp, sum.x, sum.total, lane);
+  }
 }

@@ -4,7 +4,7 @@
 #include "common/page.cuh"
 #include "decode/state.cuh"
 
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = (BY_WARPS > WARPS ? BY_WARPS : WARPS) * 32;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int HAS_B = KEY_BITS_B != 0;
 using PageA = Page<KEY_BITS_A, VALUE_BITS_A>;
@@ -45,6 +45,15 @@ struct alignas(16) Assignment {
   __device__ __forceinline__ void advance(const Params& params);
 };
 
+struct Work {
+  Assignment block;
+  // If each warp has one segment: that of the thread block's first warp. `length` is the number of
+  // warps of a thread block that work, `workers` that of all; `first` is the first warp of the
+  // segment, `parts` the maximum items of a warp; begin, end, start, gap and by_warps are 0.
+  // Otherwise parts is 0.
+  Assignment warp;
+};
+
 struct Params {
   const ELEMENT* queries;  // (batch, query heads, tokens, HEAD_DIM), strides in elements
   const ELEMENT* keys;     // (batch, KV heads, tokens, HEAD_DIM) of the new tokens
@@ -57,7 +66,7 @@ struct Params {
   const int2* items;       // (batch, item_stride): pages {slot, stop + (start << 8) + (second format
                            // ? 1 << 16 : 0)}: tokens [start, stop) of a page are in use
   const int2* counts;      // (batch): tokens in 16-bit precision, pages
-  const Assignment* assignments;  // (thread blocks)
+  const Work* assignments;  // (thread blocks)
   const float* sigma;      // (batch or 1, KV heads or 1, HEAD_DIM) or null
   float* partials;         // (segments + thread blocks, or warps; USED_COLUMNS, RECORD)
   int* arrivals;           // (segments), zero before and after

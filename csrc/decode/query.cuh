@@ -34,59 +34,75 @@ __device__ __forceinline__ const ELEMENT* query_of(const Params& params, const A
          token * params.query_stride[2];
 }
 
-// Channel of element i of a lane: in pairs, because two channels are stored together.
-__device__ __forceinline__ int paired_channel(int i, int lane) {
-  return i / 2 * 64 + 2 * lane + i % 2;
+// Store two channels of a column's query, from `channel` on.
+__device__ __forceinline__ void store_pair(Queries& queries, int place, int channel, float even,
+                                           float odd) {
+  const uint32_t high = packed(even, odd, __half());
+  const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high));
+  uint32_t low = packed(even - rounded.x, odd - rounded.y, __half());
+  const int step = channel / TILE, half = channel / 8 % 2, at = 4 * place + channel / 2 % 4;
+#if STREAM
+  if (place < USED_COLUMNS) queries.parts[step][at][half] = {high, low};
+  store_fixed(queries.fixed, place, channel, even, odd);
+#else
+  if (NARROW && place < COLUMNS / 2) low = 0;  // it is in columns 4 to 7
+  queries.parts[step][half][at] = {high, low};
+#endif
 }
 
-// Queries of COUNT columns of a fragment, from `first` on. They are fetched before the first pages
-// are requested, because they would otherwise arrive after the pages.
-template <int COUNT>
+// Queries of 32 / LANES columns of a fragment, from `first` on: LANES lanes have a column each. They
+// are fetched before the first pages are requested, because they would otherwise arrive after the
+// pages.
+template <int LANES>
 struct Query {
-  // Whether columns 4 to 7 are stored with the columns that they repeat.
-  static constexpr bool REPEATS = SPLIT && COUNT > 1;
-  ELEMENT plain[COUNT][PER_LANE];
-  float sigma[PER_LANE];
+  static constexpr int PAIRS = HEAD_DIM / LANES / 2;
+  struct alignas(4) Pair {
+    ELEMENT even, odd;
+  };
+  Pair plain[PAIRS];
+  float2 sigma[PAIRS];
+
+  // First channel of pair i of a lane.
+  __device__ static __forceinline__ int channel_of(int i, int lane) {
+    return i * 2 * LANES + 2 * (lane % LANES);
+  }
 
   __device__ __forceinline__ void fetch(const Params& params, const Assignment& part, int first,
                                         int lane) {
+    const ELEMENT* row = query_of(params, part, query_column(first + lane / LANES));
 #pragma unroll
-    for (int column = 0; column < COUNT; ++column) {
-      const ELEMENT* row = query_of(params, part, query_column(first + column));
+    for (int i = 0; i < PAIRS; ++i)
+      plain[i] = *reinterpret_cast<const Pair*>(row + channel_of(i, lane));
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) plain[column][i] = row[paired_channel(i, lane)];
-    }
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      sigma[i] = 1.0f;
+    for (int i = 0; i < PAIRS; ++i) {
+      sigma[i] = {1.0f, 1.0f};
       // Computed here, not before the loop, because the compiler then uses fewer registers.
       if (params.sigma != nullptr)
-        sigma[i] = params.sigma[part.sequence * params.sigma_row_stride +
-                                part.head * params.sigma_head_stride + paired_channel(i, lane)];
+        sigma[i] = *reinterpret_cast<const float2*>(
+            params.sigma + part.sequence * params.sigma_row_stride +
+            part.head * params.sigma_head_stride + channel_of(i, lane));
     }
   }
 
   // Store the queries balanced, rotated, and scaled to [-QUERY_RANGE, QUERY_RANGE], in two parts.
-  __device__ __forceinline__ void store(Queries& queries, float scaling, int first,
+  template <class Q>
+  __device__ __forceinline__ void store(Q& queries, float scaling, int first,
                                         int lane) const {
-#pragma unroll
-    for (int column = 0; column < COUNT; ++column)
-      store_column(queries, plain[column], scaling, first + column, lane);
-  }
-
-  __device__ __forceinline__ void store_column(Queries& queries, const ELEMENT (&query)[PER_LANE],
-                                               float scaling, int place, int lane) const {
-    float x[PER_LANE];
+    const int place = first + lane / LANES;
+    float x[2 * PAIRS];
     float largest = 0.0f, total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) x[i] = static_cast<float>(query[i]) * sigma[i];
+    for (int i = 0; i < PAIRS; ++i) {
+      x[2 * i] = static_cast<float>(plain[i].even) * sigma[i].x;
+      x[2 * i + 1] = static_cast<float>(plain[i].odd) * sigma[i].y;
+    }
 #if ROTATE
-    hadamard(x, lane);
+    hadamard<2 * PAIRS, 1, LANES>(x, lane);
 #endif
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    for (int i = 0; i < 2 * PAIRS; ++i) largest = fmaxf(largest, fabsf(x[i]));
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2)
+    for (int step = 1; step < LANES; step *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
 #if STREAM
     const float reach = fmaxf(largest, 1e-30f);  // so that its inverse is a float32 too
@@ -94,36 +110,27 @@ struct Query {
     // A power of two, likewise.
     const float reach = exp2f(largest > 0.0f ? fmaxf(ceilf(log2f(largest)), -126.0f) : 0.0f);
 #endif
-    const float by = QUERY_RANGE / reach;
+    // No exact division, whose rare cases are branches; a power of two stays one.
+    const float by = STREAM ? __fdividef(QUERY_RANGE, reach) : QUERY_RANGE / reach;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i += 2) {
-      const float even = x[i] * by, odd = x[i + 1] * by;
-      const int channel = paired_channel(i, lane);
-      const uint32_t high = packed(even, odd, __half());
-      const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high));
-      uint32_t low = packed(even - rounded.x, odd - rounded.y, __half());
-      const int step = channel / TILE, half = channel / 8 % 2, at = 4 * place + channel / 2 % 4;
-#if STREAM
-      total += even + odd;
-      if (place < USED_COLUMNS) queries.parts[step][at][half] = {high, low};
-      store_fixed(queries.fixed, place, channel, even, odd);
-      if (REPEATS) store_fixed(queries.fixed, place + COLUMNS / 2, channel, even, odd);
-#else
-      if (NARROW && place < COLUMNS / 2) low = 0;  // it is in columns 4 to 7
-      queries.parts[step][half][at] = {high, low};
-#endif
+    for (int i = 0; i < PAIRS; ++i) {
+      const float even = x[2 * i] * by, odd = x[2 * i + 1] * by;
+      const int channel = channel_of(i, lane);
+      if (STREAM) total += even + odd;
+      store_pair(queries, place, channel, even, odd);
     }
 #if STREAM
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+    for (int step = 1; step < LANES; step *= 2) total += __shfl_xor_sync(~0u, total, step);
 #endif
+    if (lane % LANES) return;
+    // With several columns at once, columns 4 to 7 get what the columns have that they repeat.
 #pragma unroll
-    for (int copy = 0; copy <= REPEATS; ++copy) {
-      const int column = place + copy * COLUMNS / 2;
+    for (int column = place; column < COLUMNS; column += LANES < 32 ? USED_COLUMNS : COLUMNS) {
 #if STREAM
-      if (lane == 0) queries.total[column] = total / SUBNORMAL;
+      queries.total[column] = total / SUBNORMAL;
 #endif
-      if (lane == 0) queries.unit[column] = reach / QUERY_RANGE * scaling * LOG2E * SUBNORMAL;
+      queries.unit[column] = reach * (1.0f / QUERY_RANGE) * scaling * LOG2E * SUBNORMAL;
     }
   }
 };

@@ -88,15 +88,19 @@ struct Column {
   }
 };
 
-// One column's output, rotated back: x is its sum over all items, total the sum of the weights.
-__device__ __forceinline__ void write_column(const Params& params, const Assignment& part,
-                                             int column, float (&x)[PER_LANE], float total,
-                                             int lane) {
-  column += part.column_tile * COLUMNS;
-  const int token = column / params.group, head = column % params.group;
+// Rotate a column's output back.
+__device__ __forceinline__ void rotate_back(float (&x)[PER_LANE], int lane) {
 #if ROTATE
   hadamard(x, lane);
 #endif
+}
+
+// Write one column's output: x is its sum over all items, total the sum of the weights.
+__device__ __forceinline__ void write_column(const Params& params, const Assignment& part,
+                                             int column, const float (&x)[PER_LANE], float total,
+                                             int lane) {
+  column += part.column_tile * COLUMNS;
+  const int token = column / params.group, head = column % params.group;
   ELEMENT* row =
       params.output +
       ((static_cast<int64_t>(part.sequence) * params.tokens + token) * params.kv_heads *
@@ -104,5 +108,5 @@ __device__ __forceinline__ void write_column(const Params& params, const Assignm
        part.head * params.group + head) *
           HEAD_DIM;
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) row[channel_of(i, lane)] = ELEMENT(x[i] / total);
+  for (int i = 0; i < PER_LANE; ++i) row[channel_of(i, lane)] = ELEMENT(__fdividef(x[i], total));
 }

@@ -10,9 +10,9 @@ struct Shared {
   alignas(16) float merge[SLOTS][USED_COLUMNS][RECORD];
   alignas(16) ELEMENT plain[COLUMNS][HEAD_DIM];  // unchanged queries
   Queries query;
+  Assignment part;          // at the beginning; here, to leave registers for the pages
   uint64_t full[BUFFERS];
   uint32_t turns[BUFFERS];  // turn (item number of this thread block) that a buffer is for
   int uses[BUFFERS];        // tokens in use there, as in Params::items
-  int first, parts;         // of the assignment; here, to leave registers for the pages
   int is_last;
 };

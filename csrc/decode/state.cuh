@@ -43,6 +43,9 @@ struct Queries {
 #if STREAM
   alignas(16) FixedParts fixed;
   float total[COLUMNS];  // sums, in units of codes
+
+  // High and low bytes of a step, as operand B.
+  __device__ __forceinline__ uint4 operands(int step, int lane) const { return fixed[step][lane]; }
 #endif
   float unit[COLUMNS];  // factor of the scores, in log2
 };

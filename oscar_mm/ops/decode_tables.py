@@ -37,6 +37,13 @@ SHORT_ITEMS = 48
 """Maximum mean items of these segments; longer ones are faster by thread blocks."""
 WARP_SEGMENT_ITEMS = 3
 """Cost of switching a warp to its next segment, in items."""
+DIVIDING_WARPS = 16
+"""Number of warps of a thread block that divide the work list."""
+WORKING_WARPS = (12, DIVIDING_WARPS)
+"""Numbers of warps of a thread block that may work, each on one segment, in order of preference:
+with more warps, segments have more parts, which take longer (64 rows after 2,200 tokens: 39 us with
+12, 49 with 16), unless it takes so many for all segments (256 rows after 700 tokens: 58 us; 75 if
+warps straddle segments; H200)."""
 TILE = 16
 """Number of 16-bit tokens that a warp processes at a time."""
 HALF_PAGE = PAGE_TOKENS // 2
@@ -47,7 +54,7 @@ START = 1 << 8
 range."""
 SECOND = 1 << 16
 """Flag in a page's entry: the page has the second format."""
-FIELDS = 16  # 32-bit words of an Assignment in csrc/decode/decode.cu, including padding
+FIELDS = 32  # 32-bit words of Work in csrc/decode/params.cuh, including padding
 _checker = ArgumentChecker("decode")
 
 INT32 = "i"
@@ -72,7 +79,7 @@ class Tables:
             the second format}; tokens start to stop - 1 are in use.
         recents: (batch, longest): slots of each sequence's 16-bit tokens.
         counts: (batch, 2): number of 16-bit tokens, and of pages.
-        assignments: (thread blocks, 16): work of each thread block.
+        assignments: (thread blocks, FIELDS): work of each thread block.
     """
 
     items: torch.Tensor
@@ -262,18 +269,23 @@ def assign(
 ) -> np.ndarray:
     """Distribute the work list over thread blocks.
 
-    Returns (workers, 16) int32, see csrc/decode/decode.cu. ``counts`` contains the number of 16-bit
-    tiles and of pages for each sequence.
+    Returns (workers, FIELDS) int32, see csrc/decode/params.cuh. ``counts`` contains the number of
+    16-bit tiles and of pages for each sequence.
 
     If there are no more segments than thread blocks, each thread block works on one segment, and
     segments get thread blocks in proportion to their length. Otherwise all thread blocks get equal
     parts of the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty items, or
     ``WARP_SEGMENT_ITEMS`` if warps divide the list: without them, thread blocks with many short
     segments, such as padding rows of a graph, would take longest.
+
+    If warps divide the list and nearly all of them get work that way, each works on one segment, in
+    proportions as above: the second half of a thread block's row then tells where its first warp
+    begins. Otherwise that half is 0.
     """
     column_tiles = -(-columns // COLUMNS)
     per_sequence = kv_heads * column_tiles
-    lengths = np.repeat([1 + tiles + pages for tiles, pages in counts], per_sequence)
+    sizes = np.array(counts)
+    lengths = np.repeat(1 + sizes.sum(1), per_sequence)
     straddle = len(lengths) > workers
     divided = by_warps(len(lengths), workers, int(lengths.sum()))
     gap = WARP_SEGMENT_ITEMS if divided else SEGMENT_ITEMS
@@ -295,7 +307,7 @@ def assign(
         begins = np.maximum(begins, starts[segments])
         firsts = parts = np.zeros(used, np.int64)
     else:
-        shares = np.array(_shares(lengths, workers))
+        shares = _shares(lengths, workers)
         used = int(shares.sum())
         segments, parts = np.repeat(np.arange(len(shares)), shares), np.repeat(shares, shares)
         firsts = np.repeat(np.cumsum(shares) - shares, shares)
@@ -304,21 +316,63 @@ def assign(
         ends = starts[segments] + length * (part + 1) // parts
     sequences, within = np.divmod(segments, per_sequence)
     heads, column_tile = np.divmod(within, column_tiles)
-    tiles, pages = np.array(counts)[sequences].T
+    tiles, pages = sizes[sequences].T
     columns_of = (
         *(begins, ends, total, min(workers, total), sequences, heads, column_tile, segments),
         *(starts[segments], tiles, pages, firsts, parts, gap, divided),
     )
     for field, values in enumerate(columns_of):
         table[:used, field] = values
+    if divided:
+        _assign_warps(table[:, FIELDS // 2 :], sizes, kv_heads, column_tiles)
     return table
 
 
-def _shares(lengths: np.ndarray, workers: int) -> list[int]:
+def _assign_warps(table: np.ndarray, sizes: np.ndarray, kv_heads: int, column_tiles: int) -> None:
+    """Tell thread blocks where their first warp begins if each warp works on one segment; leave the
+    table if too many warps would have none.
+
+    Args:
+        table: (workers, FIELDS / 2) zeros.
+        sizes: (sequences, 2): 16-bit tiles and pages.
+    """
+    per_sequence = kv_heads * column_tiles
+    lengths = 1 + sizes.sum(1)
+    for working in WORKING_WARPS:
+        warps = len(table) * working
+        if len(lengths) * per_sequence > warps:
+            continue
+        longest = _longest(lengths, warps // per_sequence, 1)
+        shares = -(-lengths // longest)
+        upto = np.cumsum(shares * per_sequence)
+        if 8 * (total := int(upto[-1])) >= 7 * warps:
+            break
+    else:
+        return
+    first_warps = np.arange(0, total, working)
+    sequences = np.searchsorted(upto, first_warps, side="right")
+    shares, begins = shares[sequences], (upto - shares * per_sequence)[sequences]
+    within = (first_warps - begins) // shares
+    heads, tiles = np.divmod(within, column_tiles)
+    segments, firsts = sequences * per_sequence + within, begins + within * shares
+    table[:, [2, 3, 12]] = working, total, longest  # also of thread blocks without work
+    found = (sequences, heads, tiles, segments), (*sizes[sequences].T, firsts)
+    for start, columns_of in zip((4, 9), found, strict=True):
+        for field, values in enumerate(columns_of, start):
+            table[: len(segments), field] = values
+
+
+def _shares(lengths: np.ndarray, workers: int) -> np.ndarray:
     """Return the number of thread blocks for each segment that makes the longest share of a block
     as short as possible, but at least ``FEWEST_ITEMS``, or ``ROUND_ITEMS`` if there are many."""
     crowded = (-(-lengths // FEWEST_ITEMS)).sum() * 4 > workers * 3
-    longest = ROUND_ITEMS if crowded else FEWEST_ITEMS
+    longest = _longest(lengths, workers, ROUND_ITEMS if crowded else FEWEST_ITEMS)
+    return -(-lengths // longest)
+
+
+def _longest(lengths: np.ndarray, workers: int, longest: int) -> int:
+    """Return the smallest length, but at least ``longest``, of the parts of all segments of which
+    there are no more than workers."""
     high = max(longest, int(lengths.max()))
     while longest < high:
         middle = (longest + high) // 2
@@ -326,7 +380,7 @@ def _shares(lengths: np.ndarray, workers: int) -> list[int]:
             high = middle
         else:
             longest = middle + 1
-    return (-(-lengths // longest)).tolist()
+    return longest
 
 
 class DecodeArguments(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import Report, csrc_folder
 from oscar_mm.ops.decode import Params, Specialization
+from oscar_mm.ops.decode_tables import FIELDS
 from oscar_mm.pages.layout import PageFormat
 from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import channel_policy, stream_policy
@@ -88,12 +89,17 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
         text = (csrc_folder() / "decode/decode.cu").read_text() + (
             f"static_assert(sizeof(Shared) <= {size} && sizeof(Shared) > {size - 128});\n"
             f"{same_struct(Params)}"
-            "static_assert(sizeof(Assignment) == 64);\n"
+            f"static_assert(sizeof(Work) == 4 * {FIELDS});\n"
+            "static_assert(sizeof(Work) == 2 * sizeof(Assignment));\n"
         )
-        macros = made.macros(shape, arch in TMA)
-        if macros["BY_WARPS"]:
-            text += f"static_assert(sizeof(by_warps::Own) == {made.warp_bytes});\n"
+        macros = made.macros(shape._replace(by_warps=0), arch in TMA)
         report = compile_once("decode/decode.cu", text, arch, macros)["decode"]
+        if shape.by_warps:
+            # Where it has no warps with segments of their own, the kernel must not spill either.
+            assert report.spill_stores == report.spill_loads == report.stack == 0
+            text += f"static_assert(sizeof(by_warps::Own) == {made.warp_bytes});\n"
+            macros = made.macros(shape, arch in TMA)
+            report = compile_once("decode/decode.cu", text, arch, macros)["decode"]
         print(arch, head_dim, columns, shape, report)
         for name, value in asdict(report).items():
             record_property(name, value)

@@ -22,6 +22,7 @@ from oscar_mm.ops.decode_tables import (
     SEGMENT_ITEMS,
     SHORT_ITEMS,
     WARP_SEGMENT_ITEMS,
+    WORKING_WARPS,
     assign,
 )
 from oscar_mm.ops.rings import MAX_ROWS
@@ -133,6 +134,8 @@ def test_the_kernel_compiles(arch: str) -> None:
         f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS} && ROUND_ITEMS == {ROUND_ITEMS});\n"
         f"static_assert(MANY_SEGMENTS == {MANY_SEGMENTS} && SHORT_ITEMS == {SHORT_ITEMS});\n"
         f"static_assert(WARP_SEGMENT_ITEMS == {WARP_SEGMENT_ITEMS});\n"
+        f"static_assert(WORKING_WARPS[0] == {WORKING_WARPS[0]});\n"
+        f"static_assert(WORKING_WARPS[1] == {WORKING_WARPS[1]});\n"
         f"static_assert(FEWEST_ITEMS == {FEWEST_ITEMS} && NOTHING == {NOTHING + 1} - 1);\n"
     )
     report = compile_once("block_tables/block_tables.cu", text, arch, {})["block_tables"]

@@ -143,7 +143,7 @@ def test_fewer_buffers_than_warps(
     """As on GPUs with 99 KiB of shared memory; every warp has several pages."""
     monkeypatch.setenv(SWITCH, switch)
     monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path))
-    monkeypatch.setattr(Specialization, "shape", lambda self, limit: BlockShape(8, buffers, False))
+    monkeypatch.setattr(Specialization, "shape", lambda self, limit: BlockShape(8, buffers, 0))
     fresh = CheckedKernels("decode", DecodeKernel, DecodeKernel.disagreement, 0.02)
     monkeypatch.setattr(DecodeKernel, "checked", fresh)
     shape = {"kv_heads": 4, "group": 4, "head_dim": 128}

@@ -11,11 +11,13 @@ from oscar_mm.cache.page_store import PageStore
 from oscar_mm.ops.decode_tables import (
     COLUMNS,
     FEWEST_ITEMS,
+    FIELDS,
     MANY_SEGMENTS,
     ROUND_ITEMS,
     SEGMENT_ITEMS,
     SHORT_ITEMS,
     WARP_SEGMENT_ITEMS,
+    WORKING_WARPS,
     StoredTokens,
     assign,
     tables_of,
@@ -31,7 +33,7 @@ def test_line_is_shared_out(
     counts: list[tuple[int, int]], kv_heads: int, columns: int, workers: int
 ) -> None:
     table = assign(tuple(counts), kv_heads, columns, workers)
-    assert table.shape == (workers, 16)
+    assert table.shape == (workers, FIELDS)
     tiles = -(-columns // COLUMNS)
     items = np.repeat([1 + sum(count) for count in counts], kv_heads * tiles)
     by_warps = len(items) >= MANY_SEGMENTS * workers and items.mean() <= SHORT_ITEMS
@@ -104,6 +106,53 @@ def test_warps_divide_many_short_segments() -> None:
         gap = WARP_SEGMENT_ITEMS if by_warps else SEGMENT_ITEMS
         assert (table[:, 13] == gap).all() and (table[:, 14] == by_warps).all()
         assert table[-1, 1] == 8 * (2 * pages + 3 + 2 * gap)
+
+
+def parts_of_warps(
+    table: np.ndarray, counts: list[tuple[int, int]], kv_heads: int
+) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Items of each (sequence, head) that warps attend to, as they find them from the first warp of
+    their thread block (csrc/decode/by_warps.cuh)."""
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for block, row in enumerate(table[:, FIELDS // 2 :].tolist()):
+        each, working, sequence, head, first, longest = row[2:6] + row[11:13]
+        for warp in range(block * each, min((block + 1) * each, working)):
+            parts = -(-(1 + sum(counts[sequence])) // longest)
+            while warp >= first + parts:
+                first, head = first + parts, head + 1
+                if head == kv_heads:
+                    sequence, head = sequence + 1, 0
+                parts = -(-(1 + sum(counts[sequence])) // longest)
+            items, place = 1 + sum(counts[sequence]), warp - first
+            part = items * place // parts, items * (place + 1) // parts
+            found.setdefault((sequence, head), []).append(part)
+    return found
+
+
+@pytest.mark.parametrize(("rows", "pages"), [(18, 17), (36, 3), (77, 5), (57, 30)])
+def test_each_warp_has_a_part_of_one_segment(rows: int, pages: int) -> None:
+    """Rows of unequal lengths, one of them without a past."""
+    counts, workers, kv_heads = [(0, 0), *((3, pages + row % 3) for row in range(rows))], 40, 8
+    table = assign(tuple(counts), kv_heads, 4, workers)
+    found = parts_of_warps(table, counts, kv_heads)
+    assert len(found) == len(counts) * kv_heads
+    for (sequence, _), parts in found.items():
+        begins, ends = zip(*parts, strict=True)
+        assert begins == (0, *ends[:-1]) and ends[-1] == 1 + sum(counts[sequence])
+    # With shorter parts, the segments would need more warps than there are.
+    warps, longest = workers * table[0, FIELDS // 2 + 2], table[0, FIELDS // 2 + 12]
+    shorter = sum(-(-(1 + sum(count)) // (longest - 1)) for count in counts) * kv_heads
+    assert sum(map(len, found.values())) <= warps < shorter
+
+
+@pytest.mark.parametrize(
+    ("rows", "working"),
+    [(20, WORKING_WARPS[0]), (48, 0), (56, WORKING_WARPS[0]), (75, WORKING_WARPS[1]), (81, 0)],
+)
+def test_warps_straddle_segments_if_many_would_have_none(rows: int, working: int) -> None:
+    """Of 480 or 640 warps: 160 segments have three parts each; 384 would have one."""
+    table = assign(((3, 17),) * rows, 8, 4, 40)
+    assert table[:, 14].all() and (table[:, FIELDS // 2 + 2] == working).all()
 
 
 def test_rows_without_a_past_are_not_one_thread_blocks_work() -> None:
