@@ -115,7 +115,7 @@ class DeltaLayer(FeedForward):
     def __call__(
         self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """Run the layer on one token per row, (rows, hidden size)."""
+        """Run the layer on one token per row, (rows, hidden size); may overwrite ``rows``."""
         mixer, norm = self.mixer, self.mixer.norm
         if self.gates is None:
             both, count = self.mixed(rows, norm=self.mixer_norm), 2 * self.shape.value_heads
@@ -130,7 +130,7 @@ class DeltaLayer(FeedForward):
                 *(self.shape, self.parts_of_heads),
             )
         )
-        return self.feed_forward(self.output(found, residual=rows))
+        return self.feed_forward(self.output(found, residual=rows, in_place=True))
 
 
 class GatedLayer(FastLayer):
@@ -144,6 +144,8 @@ class GatedLayer(FastLayer):
         sine: torch.Tensor,
         cache: OscarCache,
         mask: torch.Tensor | None = None,
+        *,
+        in_place: bool = False,
     ) -> torch.Tensor:
         """Return the output of the attention block, see ``FastLayer.attended``."""
         heads, (queries, keys, _) = self.projected(rows), self.heads
@@ -152,4 +154,5 @@ class GatedLayer(FastLayer):
         rope_(turning, queries // 2, cosine, sine, self.head_norms, gated=True)
         asked, *others = heads.split(self.heads, 1)
         found = self.attend_to([asked[:, ::2], *others], batch, cache, mask)
-        return self.output(found * asked[:, 1::2].sigmoid().flatten(1), residual=rows)
+        gated = found * asked[:, 1::2].sigmoid().flatten(1)
+        return self.output(gated, residual=rows, in_place=in_place)

@@ -80,18 +80,20 @@ class Product(NamedTuple):
         norm: Norm | CenteredNorm | None = None,
         residual: torch.Tensor | None = None,
         gated: bool = False,
+        in_place: bool = False,
     ) -> torch.Tensor:
         """Compute ``linear``; if the weights are divided by input, without norm and gate."""
         if isinstance(norm, CenteredNorm) and self.low_rank is not None:
             x, norm = norm.at_once(x), None
         weights, biases, scales, zeros, *_ = self
         if self.ranks.count == 1:
-            around = {"norm": norm, "residual": residual, "scales": scales, "zeros": zeros}
+            around = {"norm": norm, "residual": residual, "in_place": in_place}
+            around |= {"scales": scales, "zeros": zeros}
             if self.low_rank is None or not self.low_rank.acts:
                 return linear(x, weights, biases, gated=gated, **around)
             return self.low_rank.product(x, weights, biases, gated=gated, **around)
         if self.ranks.rank == 0:
-            found = linear(x, weights, biases, residual=residual)
+            found = linear(x, weights, biases, residual=residual, in_place=in_place)
         else:
             found = linear(x, weights)
         self.ranks.all_reduce(found)
@@ -124,12 +126,12 @@ class FeedForward:
         }
 
     def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the output of the MLP or mixture of experts as a new (tokens, hidden size)
-        tensor."""
+        """Return the (tokens, hidden size) output of the MLP or mixture of experts, which may
+        overwrite ``rows``: they are what attention has just made."""
         if self.gate_and_up is None or self.down is None:
             return self._by_experts(rows)
         between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
-        return self.down(between, residual=rows)
+        return self.down(between, residual=rows, in_place=True)
 
     def _by_experts(self, rows: torch.Tensor) -> torch.Tensor:
         kernels = None if self.experts is None else expert_kernels(rows, self.experts)
@@ -178,8 +180,9 @@ class FastLayer(FeedForward):
     def __call__(
         self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """Run the layer on one token per row, (rows, hidden size)."""
-        return self.feed_forward(self.attended(rows, len(rows), cosine, sine, cache))
+        """Run the layer on one token per row, (rows, hidden size); may overwrite ``rows``."""
+        attended = self.attended(rows, len(rows), cosine, sine, cache, in_place=True)
+        return self.feed_forward(attended)
 
     def attended(
         self,
@@ -189,8 +192,10 @@ class FastLayer(FeedForward):
         sine: torch.Tensor,
         cache: OscarCache,
         mask: torch.Tensor | None = None,
+        *,
+        in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the output of the attention block as a new (tokens, hidden size) tensor.
+        """Return the (tokens, hidden size) output of the attention block.
 
         Args:
             rows: (tokens, hidden size) hidden states, one sequence after the other.
@@ -198,10 +203,12 @@ class FastLayer(FeedForward):
             cosine, sine: (tokens, head_dim).
             cache: cache that stores the tokens' keys and values.
             mask: see ``oscar_mm.attention.attend``.
+            in_place: whether the output may overwrite ``rows``; by default it is a new tensor.
         """
         heads = self.projected(rows)
         self.turn_(heads, cosine, sine)
-        return self.output(self.attend(heads, batch, cache, mask), residual=rows)
+        found = self.attend(heads, batch, cache, mask)
+        return self.output(found, residual=rows, in_place=in_place)
 
     def projected(self, rows: torch.Tensor) -> torch.Tensor:
         """Project (tokens, hidden size) to (tokens, query, key and value heads, head_dim)."""

@@ -97,19 +97,22 @@ def linear(
     gated: bool = False,
     scales: Sequence[torch.Tensor] = (),
     zeros: Sequence[torch.Tensor] = (),
+    in_place: bool = False,
 ) -> torch.Tensor:
     """Multiply rows by one to four matrices: the operation ``linear`` without its checks.
 
     Args:
         x, weights, biases, norm, residual, gated, scales, zeros: see ``LinearArguments``; no biases
             if empty.
+        in_place: see ``linear_of``.
 
     Returns:
         (rows, total outputs); (rows, outputs of one matrix) if gated.
     """
     around = norm, residual, gated, scales, zeros
     centered = isinstance(norm, CenteredNorm)
-    return linear_of(LinearArguments.of(x, weights, biases, *around, centered=centered))
+    arguments = LinearArguments.of(x, weights, biases, *around, centered=centered)
+    return linear_of(arguments, in_place=in_place)
 
 
 def kernel_for(
@@ -450,14 +453,19 @@ def _rows_at_once(arguments: LinearArguments) -> int:
     return MAX_COLUMNS
 
 
-def linear_of(arguments: LinearArguments) -> torch.Tensor:
-    """Multiply rows by matrices; the caller has checked the arguments."""
+def linear_of(arguments: LinearArguments, *, in_place: bool = False) -> torch.Tensor:
+    """Multiply rows by matrices; the caller has checked the arguments.
+
+    Args:
+        in_place: whether the residual, which nothing else may need, can become the result. The sum
+            is the same, but with many rows a GPU copies the residual to any other result first.
+    """
     kernel = kernel_for(arguments)
     if kernel is not None:
         return kernel(arguments)
     if arguments.norm is not None and arguments.centered:
         x = CenteredNorm(arguments.norm, arguments.epsilon).at_once(arguments.x)
-        return linear_of(arguments._replace(x=x, norm=None, centered=False))
+        return linear_of(arguments._replace(x=x, norm=None, centered=False), in_place=in_place)
     many = len(arguments.x) > MAX_CLUSTER_ROWS[8]
     scaled = ScaledProducts.of(arguments) if many else None
     if scaled is None and arguments.scales and arguments.x.is_cuda:
@@ -470,7 +478,8 @@ def linear_of(arguments: LinearArguments) -> torch.Tensor:
         arguments = arguments._replace(x=x, norm=None)
     if scaled is not None:
         return scaled(arguments)
-    return linear_on_gpu(arguments) if arguments.x.is_cuda else linear_by_torch(arguments)
+    multiply = linear_on_gpu if arguments.x.is_cuda else linear_by_torch
+    return multiply(arguments, in_place=in_place)
 
 
 def _check(arguments: LinearArguments) -> None:

@@ -141,15 +141,17 @@ class LinearArguments(NamedTuple):
         return [dequantized(matrix, self.x.dtype) for matrix in matrices]
 
 
-def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
+def linear_by_torch(arguments: LinearArguments, *, in_place: bool = False) -> torch.Tensor:
     """Run ``linear`` with PyTorch operations and the rounding of transformers' modules."""
     x, biases, residual = arguments.normalized, arguments.biases, arguments.residual
     products = [torch_linear(x, *part) for part in zip(arguments.matrices(), biases, strict=True)]
     output = silu(products[0]) * products[1] if arguments.gated else torch.cat(products, -1)
-    return output if residual is None else residual + output
+    if residual is None:
+        return output
+    return residual.add_(output) if in_place else residual + output
 
 
-def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
+def linear_on_gpu(arguments: LinearArguments, *, in_place: bool = False) -> torch.Tensor:
     """Run ``linear_by_torch`` on a GPU, without a norm, in fewer launches.
 
     Each product adds its bias or the residual stream before rounding. In a CUDA graph, the first
@@ -162,10 +164,16 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
     if plain and (one := joined(weights)) is not None:
         weights, biases = [one], [None]
     sizes = [weight.shape[0] for weight in weights]
-    output = x.new_empty(0 if gated else x.shape[0], sum(sizes))
+    if residual is not None and in_place:
+        output = residual
+    else:
+        output = x.new_empty(0 if gated else x.shape[0], sum(sizes))
     # The gate reads contiguous products in half the time.
     parts = [x.new_empty(x.shape[0], n) for n in sizes] if gated else output.split(sizes, 1)
-    residuals = [None] * len(sizes) if residual is None else residual.split(sizes, 1)
+    if residual is None:
+        residuals = [None] * len(sizes)
+    else:
+        residuals = parts if residual is output else residual.split(sizes, 1)
     first, *others = zip(weights, biases, residuals, parts, strict=True)
 
     def multiply(*products: tuple[Any, ...]) -> None:
@@ -200,6 +208,8 @@ def _product(
     added = residual if bias is None else bias if residual is None else residual + bias
     if added is None:
         torch.mm(x, weight.T, out=output)
+    elif added is output:
+        output.addmm_(x, weight.T)
     else:
         torch.addmm(added, x, weight.T, out=output)
 

@@ -114,11 +114,12 @@ class LowRank(NamedTuple):
         gated: bool,
         scales: Sequence[torch.Tensor],
         zeros: Sequence[torch.Tensor],
+        in_place: bool,
     ) -> torch.Tensor:
         """Compute ``linear`` with what the adapters add; the arguments are those of ``linear``."""
         kernel = LowRankKernel.for_rows(x, self.up, self.sizes, gated)
         fused = kernel is not None
-        of_launch = {"norm": norm, "residual": None if fused else residual}
+        of_launch = {"norm": norm, "residual": None if fused else residual, "in_place": in_place}
         if fused and not scales and len(weights) < MAX_MATRICES:
             # A and the weights have the same format, so one launch computes both.
             both = linear(x, [*weights, self.down], [*biases, None], **of_launch)

@@ -174,8 +174,10 @@ def _before(layer: FastLayer, states: _States) -> None:
 
 def _after(layer: FastLayer, states: _States) -> None:
     """Run the part of a layer after attention."""
-    rows = layer.output(states.found, residual=states.hidden)
-    states.hidden.copy_(layer.feed_forward(rows))
+    rows = layer.output(states.found, residual=states.hidden, in_place=True)
+    found = layer.feed_forward(rows)
+    if found is not states.hidden:
+        states.hidden.copy_(found)
 
 
 class PromptLayers:

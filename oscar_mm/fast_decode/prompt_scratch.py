@@ -312,7 +312,8 @@ class PromptScratch:
                 decoded = layer.attend(heads[size:], len(heads) - size, cache)
                 found[size:] = decoded.view_as(found[size:])
             _attend(layer, heads[:size], sides, run, found[:size])
-            rows = layer.feed_forward(layer.output(found.flatten(1), residual=rows))
+            attended = layer.output(found.flatten(1), residual=rows, in_place=True)
+            rows = layer.feed_forward(attended)
             if level < len(features):
                 rows[:size] += features[level][here]
         head = partial(self._decoder.logits, torch.cat([rows[lasts], rows[size:]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -11,8 +12,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from oscar_mm.fast_decode import linear as module
 from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.graph_runner import capture_cuda_graph
-from oscar_mm.fast_decode.linear import LinearKernel, Params, Specialization, linear
-from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
+from oscar_mm.fast_decode.linear import LinearKernel, Params, Specialization, linear, linear_of
+from oscar_mm.fast_decode.linear_torch import (
+    LinearArguments,
+    Norm,
+    linear_by_torch,
+    linear_on_gpu,
+)
 from oscar_mm.kernels.compile import csrc_folder
 from tests.compiled import architectures, compile_once, same_struct
 
@@ -40,6 +46,22 @@ def test_around_attention(dtype: torch.dtype) -> None:
         found = linear(x, weights[:1], residual=residual)
         plain = torch.nn.functional.linear(x, weights[0])
         assert torch.equal(found, residual + plain)
+
+
+@pytest.mark.parametrize("multiply", [linear_by_torch, linear_on_gpu, linear_of])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_residual_becomes_the_sum_only_in_place(
+    multiply: Callable[..., torch.Tensor], biased: bool, device: str
+) -> None:
+    how = {"device": device, "dtype": torch.bfloat16}
+    x, weight, residual = (random(*shape, **how) for shape in ((300, 96), (64, 96), (300, 64)))
+    before, biases = residual.clone(), [random(64, **how) if biased else None]
+    arguments = LinearArguments.of(x, [weight], biases, residual=residual)
+    expected = multiply(arguments)
+    assert torch.equal(residual, before) and not torch.equal(expected, before)
+    found = multiply(arguments, in_place=True)
+    assert found is residual and torch.equal(residual, expected)
 
 
 def test_gate() -> None:
