@@ -61,16 +61,24 @@ class SlotPool:
             return []
         missing = count - len(self._free)
         if missing > 0:
-            grown = range(self.capacity, self.capacity + max(missing, self.capacity // 32))
-            self._references += [0] * len(grown)
-            self._uses += [0] * len(grown)
-            self._free += reversed(grown)
+            self._free += self._grown(max(missing, self.capacity // 32))
         if for_prompt:
             slots, self._free = self._free[:count][::-1], self._free[count:]
         else:
             slots = [self._free.pop() for _ in range(count)]
         self._own(slots)
         return slots
+
+    def make_free(self, count: int) -> None:
+        """Grow the pool until ``count`` slots are free; prompts take the new ones first."""
+        self._free = self._grown(max(0, count - self.free)) + self._free
+
+    def _grown(self, count: int) -> list[int]:
+        """Add ``count`` slots and return them, in the order in which the free list has them."""
+        grown = range(self.capacity, self.capacity + count)
+        self._references += [0] * count
+        self._uses += [0] * count
+        return list(reversed(grown))
 
     def plan_ahead(self, index: int) -> int | None:
         """Return the slot that would be allocated after ``index`` others; None if the pool would

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -342,6 +343,23 @@ class PageStore:
             for pool in self._pools:
                 pool.keep_address()
             self._keeps_addresses = True
+
+    def grow_ahead(self, counts: Mapping[Bits, int]) -> None:
+        """Grow pools until ``counts[bits]`` slots of each kind are free, as far as there is memory.
+
+        Call this while the device is busy: a step for which a pool must grow cannot be launched
+        early, so that the device waits for the host. On a CPU, where no step is launched early, and
+        with several ranks, whose pools must stay the same, nothing grows.
+        """
+        if self.is_on_cpu or self.ranks.count > 1:
+            return
+        self.collect()
+        for bits, count in counts.items():
+            slots = self.allocators[bits]
+            with suppress(torch.OutOfMemoryError):
+                for pools in self.layers.values():
+                    pools.by_bits[bits].reserve(slots.used + count)
+                slots.make_free(count)
 
     def share(self, sequences: Iterable[SequenceTable]) -> None:
         """Add an owner to every slot of the sequences."""

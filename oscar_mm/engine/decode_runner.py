@@ -187,7 +187,7 @@ class DecodeRunner:
         if tokens is None:
             live = [None if row is None or row.ended else row for row in rows]
             last = [0 if row is None else row.tokens[-1] for row in live]
-            tokens = torch.tensor(last, device=self._device)
+            tokens = upload(np.array(last, np.int64), self._device)
             steps.place([0 if row is None else row.position for row in live], _adapters(live))
         chosen = self._sampler(steps(tokens, ended, self.piece))
         self._tokens = chosen.tokens

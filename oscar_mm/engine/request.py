@@ -23,6 +23,7 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.engine.sampling import Sampling, token_sequences
 from oscar_mm.engine.speech import MediaStates, Speech, Voice
+from oscar_mm.policy import Bits
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -128,6 +129,9 @@ class Request(RequestState):
         """State of processor and model at admission, if the engine has a prefix cache."""
         self.reservation: object | None = None
         """Memory reservation, in effect while referenced."""
+        self.slots: dict[Bits, int] = {}
+        """Numbers of slots that the prompt and the first tokens of the answer will take; known from
+        admission on."""
         self.submitted = self.cancelled = False
         self.client: tuple[str, ...] = ()
         top = sampling.prompt_logprobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Protocol
@@ -41,6 +41,9 @@ MAX_ROWS = 256
 """Maximum number of requests that decode together."""
 _OVERTAKES = 8
 """Maximum number of requests admitted out of order while the head of the queue lacks memory."""
+_GROWN_AHEAD = 512
+"""Number of tokens of an answer for which pools grow when its short prompt is admitted. The rest of
+a long answer may never come."""
 _CLIENTS = 1024
 """Number of clients whose latest turns are remembered."""
 _log = logging.getLogger(__name__)
@@ -289,10 +292,12 @@ class Scheduler:
                 mixed = self._mixed_for(requests[0]) if requests else None
                 if mixed is not None:
                     mixed.add(requests[0])
+                    self._grow_ahead(mixed.requests)
                 elif requests and requests[0].unread.tokens > self.reader.max_at_once:
                     self._reading.extend(requests)
                 elif requests:
                     self._fill_batch(requests)
+                    self._grow_ahead(requests)
                     self._begin(requests)
             if requests and mixed is None and wakes:  # First tokens do not wait for the next step.
                 self._thread.after_step()
@@ -525,7 +530,17 @@ class Scheduler:
 
     def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
         growth = self.admission.growth(prompt, request.sampling.max_new_tokens, cache)
+        soon = growth.until(_GROWN_AHEAD).added
+        request.slots = {bits: int(counts.max()) for bits, counts in soon.items()}
         return self.admission.reserve(growth, prompt, cache)
+
+    def _grow_ahead(self, requests: Iterable[Request]) -> None:
+        """Grow pools for requests whose short prompts are about to be read."""
+        # Until the next request is admitted, those that run take slots too.
+        counts = Counter(dict.fromkeys(self.store.allocators, self.running))
+        for request in requests:
+            counts.update(request.slots)
+        self.store.grow_ahead(counts)
 
     def _begin(self, requests: list[Request]) -> None:
         """Prefill prompts, or a chunk of a prompt, and sample the first token for each completed

@@ -33,7 +33,7 @@ from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.modules import devices
-from oscar_mm.ops.decode_tables import upload
+from oscar_mm.ops.decode_tables import fill_pinned_cache, upload
 from oscar_mm.tensor_parallel import TPGroup
 
 
@@ -192,8 +192,11 @@ class GraphRunner:
         self._steps = GraphInputs(cache, rows)
         self._capture = self._supported_capture() if capture == "auto" else capture
         # Eager steps would spend more time in the block than the kernels save.
-        in_graphs = self._capture is not None and self._layers is None and device.type == "cuda"
-        self._launches = partial(in_fewer_launches, rms_norms(model)) if in_graphs else nullcontext
+        captures = self._capture is not None and device.type == "cuda"
+        by_modules = captures and self._layers is None
+        self._launches = partial(in_fewer_launches, rms_norms(model)) if by_modules else nullcontext
+        if captures:
+            fill_pinned_cache()
         self._early: InflightStep | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None

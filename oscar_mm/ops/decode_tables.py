@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -55,6 +55,11 @@ range."""
 SECOND = 1 << 16
 """Flag in a page's entry: the page has the second format."""
 FIELDS = 32  # 32-bit words of Work in csrc/decode/params.cuh, including padding
+_PINNED_SIZES = [1 << power for power in range(3, 20)]
+"""Sizes of pinned memory in bytes: from a row's token to the tables of 256 rows."""
+_PINNED_EACH = 16
+"""Number of tables of each size, 16 MiB in all: two passes are in flight, with at most five tables
+of a size each."""
 _checker = ArgumentChecker("decode")
 
 INT32 = "i"
@@ -177,6 +182,19 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     work."""
     pinned = tensor.is_cpu and device.type == "cuda"
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
+
+
+@cache
+def fill_pinned_cache() -> None:
+    """Let torch allocate the pinned memory that the tables of steps need, once in a process.
+
+    An allocation waits for the passes that are queued on the GPU. Torch gives memory back to its
+    cache, by powers of two, only once the passes before a copy are over, so several tables of a
+    size are on their way at a time.
+    """
+    for size in _PINNED_SIZES:
+        held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_PINNED_EACH)]
+        del held
 
 
 def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:

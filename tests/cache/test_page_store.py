@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache import page_store as store_module
 from oscar_mm.cache.block_table import ModalityTable, SequenceTable, SlotSet
 from oscar_mm.cache.page_store import PageStore, Pool
-from oscar_mm.policy import Bits
+from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, random_ids
 from tests.cache.numbers import check_slots
 
@@ -219,6 +220,38 @@ def test_an_interrupted_turn_is_undone_by_a_fork(policy: str, tokens: int) -> No
     for layer in range(2):
         assert torch.equal(twin.unpacked(layer)[0], before[layer])
     check_slots(twin.store, [twin.kv_manager, other.kv_manager])
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_pool_that_grew_ahead_does_not_grow_in_a_step(
+    memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that grows a pool cannot be launched early; without memory it is as before."""
+    cache, _ = filled("standard", IDS)
+    store, text = cache.store, np.zeros((1, 1), np.int8)
+    store.trim()
+    assert cache.kv_manager.planned(text) is None
+    store.grow_ahead(dict.fromkeys(store.allocators, 40))
+    assert not any(slots.free for slots in store.allocators.values())  # Of a CPU.
+    monkeypatch.setattr(PageStore, "is_on_cpu", False)
+    with monkeypatch.context() as full:
+        if not memory:
+            full.setattr(store.layers[0].recent, "reserve", out_of_memory)
+        store.grow_ahead(dict.fromkeys(store.allocators, 40))
+    for bits, slots in store.allocators.items():
+        grew = memory or bits != PLAIN
+        assert slots.free == 40 * grew
+        assert all(
+            layer.by_bits[bits].capacity >= slots.capacity for layer in store.layers.values()
+        )
+    assert (cache.kv_manager.planned(text) is not None) == memory
+    before = store.allocators[PLAIN].capacity
+    attend_oscar(cache, chunk(1, 1))
+    assert (store.allocators[PLAIN].capacity == before) == memory
+
+
+def out_of_memory(capacity: int) -> None:
+    raise torch.OutOfMemoryError("the GPU is full")
 
 
 def test_caches_that_do_not_fit_a_store() -> None:

@@ -86,3 +86,18 @@ def test_pool_of_inference_mode_can_be_written_outside() -> None:
         pool.reserve(1)
     pool.storage[0] = 1
     assert pool.storage.tolist() == [[1, 1]]
+
+
+def test_a_prompt_takes_new_slots_and_none_that_a_step_has_planned() -> None:
+    pool = SlotPool()
+    pool.release(pool.allocate(3))
+    planned = pool.plan_ahead(0)
+    assert planned is not None
+    uses = pool.uses(planned)
+    pool.make_free(8)
+    assert (pool.free, pool.capacity) == (8, 8)
+    assert not {0, 1, 2} & {*pool.allocate(5, for_prompt=True)}
+    assert pool.uses(planned) == uses
+    pool.claim([planned])
+    pool.make_free(2)
+    assert (pool.free, pool.capacity) == (2, 8)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarVLPipeline
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.engine import decode_runner
 from oscar_mm.engine.prefill_runner import PrefillRunner
 from oscar_mm.engine.scheduler import Scheduler
@@ -68,6 +69,24 @@ def test_answers_together_are_those_alone(folders, family: str, policy: str) -> 
     assert found == [expected[3], *expected[:3]]
     del answers, answer
     assert empty(pipe)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_pools_grow_when_requests_are_admitted(qwen3_vl_folder, monkeypatch, grows: bool) -> None:
+    """On a GPU, steps of short requests find free slots, and so can be launched early."""
+    monkeypatch.setattr(PageStore, "is_on_cpu", not grows)
+    pipe, step, grew = loaded(qwen3_vl_folder, "standard"), decode_runner.DecodeRunner.step, set()
+    alone(pipe, SHORT[:1])  # Makes the pools.
+    pipe.store.trim()
+
+    def noted(*args: Any, **options: Any) -> None:
+        before = [slots.capacity for slots in pipe.store.allocators.values()]
+        step(*args, **options)
+        grew.add(before != [slots.capacity for slots in pipe.store.allocators.values()])
+
+    monkeypatch.setattr(decode_runner.DecodeRunner, "step", noted)
+    together(pipe, [made(pipe, prompt, max_new_tokens=90) for prompt in SHORT])
+    assert grew == ({False} if grows else {False, True})
 
 
 def test_an_error_while_prompts_are_read_is_that_prompts(qwen3_vl_folder) -> None:

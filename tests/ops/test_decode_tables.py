@@ -20,7 +20,9 @@ from oscar_mm.ops.decode_tables import (
     WORKING_WARPS,
     StoredTokens,
     assign,
+    fill_pinned_cache,
     tables_of,
+    upload,
 )
 from oscar_mm.policy import Bits, KVPolicy
 
@@ -207,3 +209,17 @@ def test_every_token_is_listed_once(fields: dict[str, object], workers: int) -> 
     # Work is counted in pages and in tiles of 16 tokens, the last of which need not be full.
     in_items = tuple((-(-tokens // 16), pages) for tokens, pages in tables.counts.tolist())
     assert np.array_equal(tables.assignments.numpy(), assign(in_items, 2, 3, workers))
+
+
+@pytest.mark.gpu
+def test_uploads_behind_a_long_pass_allocate_no_pinned_memory() -> None:
+    fill_pinned_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    torch.cuda._sleep(200_000_000)
+    ended = torch.cuda.Event()
+    ended.record()
+    device = torch.device("cuda")
+    sent = [upload(np.zeros(size, np.int8), device) for size in (8, 500, 70_000, 500_000) * 8]
+    assert not ended.query() and len(sent) == 32
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
