@@ -7,6 +7,7 @@ media of the prompts that it begins, all together.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,21 +39,25 @@ from oscar_mm.fast_decode.prompt_scratch import (
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
-_ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, MAX_PIECE)
-"""Numbers of rows that a pass may have, as many as graphs are kept. Products compute tiles of 128
-rows, so other numbers would waste a part of a tile."""
 _FEW_WAIT = 1024
 """Maximum number of rows of a pass while few requests wait. A GPU computes no faster per token with
 more, and decode steps that share the weights with prompts are spread over more passes; but the host
 takes as long for each pass."""
+_ROWS = (64, 128, 256, 512, 768, _FEW_WAIT, 1536, 2048, MAX_PIECE)
+"""Numbers of rows that a pass without a decode step may have, as many as graphs are kept. Products
+compute tiles of 128 rows, so other numbers would waste a part of a tile."""
+_BESIDE = (128, 256, 512, 768, _FEW_WAIT, MAX_PIECE)
+"""Numbers of rows that a pass with a decode step may have: fewer, as graphs are captured for each
+of them and each batch size."""
 _LEAST = 32
-"""Minimum number of prompt tokens in a pass of ``_ROWS``."""
-WARM_UP_STEPS = 3 * len(_ROWS)
+"""Minimum number of prompt tokens in a pass."""
+WARM_UP_STEPS = 3 * len(_BESIDE)
 """Number of decode steps that ``MixedPrefill.warm_up`` takes for each batch size."""
 _SEPARATE = 4
 """Number of pieces of one size that run after the steps of a batch of one size, before a pass of
 both is captured. A capture takes as long as ten passes, and while clients arrive, each batch size
 lasts for a few steps only."""
+_log = logging.getLogger(__name__)
 _TRIES = 6
 """Maximum number of steps for two passes with a piece of one size, as a step that is already under
 way takes no piece."""
@@ -223,7 +228,9 @@ class MixedPrefill:
         if not unread:
             return None
         left = sum(x.last - x.first for _, x in _adjacent(unread, MAX_PIECE))
-        most = MAX_PIECE if many_wait else _FEW_WAIT
+        # Two passes take no longer than a long one that is not full.
+        fills = not rows or rows + left > 2 * _FEW_WAIT
+        most = MAX_PIECE if many_wait and fills else _FEW_WAIT
         size = _piece_size(rows, left, most)
         self._uses[rows, size] += 1
         if alone := not rows or self._uses[rows, size] <= _SEPARATE:
@@ -303,20 +310,22 @@ class MixedPrefill:
         return CompletePrompts(requests, chosen, stored)
 
     def warm_up(self, batches: RunningBatches, until: float) -> None:
-        """Capture pieces of all sizes, alone and with decode steps of the running requests.
+        """Capture pieces of all sizes, alone and with decode steps of the running requests, the
+        most frequent sizes first.
 
         Args:
             batches: the running requests, which continue.
             until: time of ``perf_counter`` after which nothing more is captured.
         """
-        for rows in dict.fromkeys((0, batches.rows)):
-            for size in reversed(_piece_sizes(rows)):
-                if self._readings or perf_counter() >= until:
-                    return
-                captured = _SEPARATE + 2  # After those, one pass is eager and one captured.
-                if self._uses[rows, size] < captured:
-                    self._uses[rows, size] = captured
-                    self._run_padding(batches, rows, size)
+        captured = _SEPARATE + 2  # After those, one pass is eager and one captured.
+        for rows in dict.fromkeys((0, batches.rows_beside_prompts())):
+            sizes = sorted(_piece_sizes(rows), key=lambda size: (size + rows != _FEW_WAIT, -size))
+            missing = [size for size in sizes if self._uses[rows, size] < captured]
+            while missing and not self._readings and perf_counter() < until:
+                self._uses[rows, missing[0]] = captured
+                self._run_padding(batches, rows, missing.pop(0))
+            if missing:
+                _log.debug("not captured yet: pieces of %s rows with %d that decode", missing, rows)
 
     def _run_padding(self, batches: RunningBatches, rows: int, size: int) -> None:
         """Run a piece of one token and padding twice, while the scratch is empty."""
@@ -325,6 +334,7 @@ class MixedPrefill:
             ranges = [PromptRange(0, 1, 0, 1)]
             piece = self._scratch.prepare(ranges, 0, PieceShape(size, False), [None])
             if rows:
+                batches.rows_beside_prompts()  # Keeps their number.
                 batches.step(piece)
             else:
                 self._scratch.run_alone(piece)
@@ -369,7 +379,8 @@ def _piece_size(rows: int, unread: int, most: int = MAX_PIECE) -> int:
 
 
 def _piece_sizes(rows: int, most: int = MAX_PIECE) -> list[int]:
-    return [total - rows for total in _ROWS if _LEAST + rows <= total <= most]
+    totals = _BESIDE if rows else _ROWS
+    return [total - rows for total in totals if _LEAST + rows <= total <= most]
 
 
 def _adjacent(unread: list[_Reading], size: int) -> Iterator[tuple[_Reading, PromptRange]]:

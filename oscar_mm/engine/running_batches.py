@@ -21,6 +21,9 @@ _READING = 4.0
 """Ratio of prefill time to decode time if one other request waits for each running request."""
 _MAX_READING = 8.0
 """Maximum ratio of prefill time to decode time."""
+_KEPT_STEPS = 32
+"""Number of steps for which a batch keeps the size that it has beside prompts after their last
+piece. Each change of the size delays a step, as that is not launched early."""
 
 
 class RunningBatch:
@@ -35,6 +38,8 @@ class RunningBatch:
     def __init__(self, batch: DecodeRunner, view: BatchView | None) -> None:
         self.batch, self.view = batch, view
         self.failed = False
+        self.kept_steps = 0
+        """Number of steps for which the batch still has a size for passes with prompts."""
         self._rows: list[Request | None] = []
         self._pending: list[Request] = []
 
@@ -84,6 +89,7 @@ class RunningBatch:
 
     def _run(self, step: Callable[[], None], live: list[Request]) -> None:
         """Run a step for the given requests; if it fails, all of them fail."""
+        self.kept_steps = max(0, self.kept_steps - 1)
         try:
             step()
             if self.view is not None and self.view.pop_overflow() and not self._tells_whose(live):
@@ -122,7 +128,9 @@ class RunningBatch:
 
     def _size(self, live: list[Request]) -> int:
         """Return the number of rows in the batch."""
-        return 1 if self.view is None else self.batch.size_for(len(live))
+        if self.view is None:
+            return 1
+        return self.batch.size_for(len(live), beside_prompts=self.kept_steps > 0)
 
     def _set_rows(self, live: list[Request]) -> None:
         """Assign a row to each request; rows change only if requests join or the batch shrinks."""
@@ -210,10 +218,18 @@ class RunningBatches:
             self._alone.append(self._shared)
             self._shared = None
 
-    @property
-    def rows(self) -> int:
-        """Number of rows of the shared batch's next step; 0 if there is no shared batch."""
-        return 0 if self._shared is None else self._shared.next_rows
+    def rows_beside_prompts(self) -> int:
+        """Return the number of rows of the shared batch's next step, in whose pass prompts are to
+        be read; 0 if there is no shared batch."""
+        if self._shared is None:
+            return 0
+        self._shared.kept_steps = _KEPT_STEPS
+        return self._shared.next_rows
+
+    def leave_prompts(self) -> None:
+        """Let the shared batch have the size of steps without prompts at once."""
+        if self._shared is not None:
+            self._shared.kept_steps = 0
 
     def step(self, piece: PromptPiece | None = None) -> None:
         """Decode one token for each request.

@@ -210,6 +210,7 @@ class Scheduler:
         ``MixedPrefill.warm_up``."""
         if self._mixed is not None:
             self._mixed.warm_up(self._batches, until)
+            self._batches.leave_prompts()
             self._batches.settle_ended()
 
     def fail_all(self, error: BaseException) -> None:
@@ -344,7 +345,8 @@ class Scheduler:
             again: list[tuple[Request, BaseException, bool]] = []
             try:
                 many_wait = self._batches.reading_share() > 1.0
-                piece = mixed.next_piece(self._batches.rows, many_wait=many_wait)
+                rows = self._batches.rows_beside_prompts()
+                piece = mixed.next_piece(rows, many_wait=many_wait)
                 self._batches.step(piece)
                 if piece is not None:
                     mixed.finish(piece)

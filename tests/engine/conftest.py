@@ -63,6 +63,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make mixed passes small, and capture them at once."""
     from oscar_mm.engine import mixed_prefill
 
-    monkeypatch.setattr(mixed_prefill, "_ROWS", (32, 48, 64))
+    for name in ("_ROWS", "_BESIDE"):
+        monkeypatch.setattr(mixed_prefill, name, (32, 48, 64))
     monkeypatch.setattr(mixed_prefill, "_LEAST", 8)
     monkeypatch.setattr(mixed_prefill, "_SEPARATE", 1)

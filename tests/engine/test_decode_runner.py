@@ -5,7 +5,7 @@ import torch
 
 from oscar_mm import OscarCache
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.engine.decode_runner import decode
+from oscar_mm.engine.decode_runner import DecodeRunner, decode
 from oscar_mm.engine.sampling import Sampling
 from oscar_mm.modality import token_modalities
 from tests.prompts import REQUESTS, Reference
@@ -163,3 +163,12 @@ def test_broken_weights_are_reported(qwen3_vl_folder) -> None:
         broken.model.lm_head.weight[5] = float("nan")
     with pytest.raises(FloatingPointError, match="NaN"):
         run(broken, [REQUESTS["text"]])
+
+
+def test_batches_beside_prompts_have_few_sizes_of_captured_steps(oscar, monkeypatch) -> None:
+    monkeypatch.setattr(DecodeRunner, "captures", True)
+    runner = DecodeRunner(oscar.model, OscarCache("standard"), (), torch.device("cpu"))
+    sizes = {rows: runner.size_for(rows, beside_prompts=True) for rows in range(1, 257)}
+    assert all(rows <= size < rows + 32 for rows, size in sizes.items())
+    assert len({*sizes.values()}) < 16 and {*sizes.values()} <= {*runner.captured_sizes(256)}
+    assert runner.size_for(300, beside_prompts=True) == runner.size_for(300) == 512

@@ -187,7 +187,7 @@ def test_a_step_with_new_requests_is_launched_before_the_tokens_of_others_have_c
             return lambda: (log.append("launch"), replay())[1]
 
     monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=Logged()))
-    monkeypatch.setattr(DecodeRunner, "size_for", lambda *_: 4)
+    monkeypatch.setattr(DecodeRunner, "size_for", lambda *_, **__: 4)
     right, give = DecodeRunner._join, decode_runner._give
     monkeypatch.setattr(DecodeRunner, "_join", lambda *x: (log.append("join"), right(*x))[1])
     monkeypatch.setattr(decode_runner, "_give", lambda *x: (log.append("wait"), give(*x))[1])
@@ -218,7 +218,7 @@ def test_requests_that_join_a_step_that_fails_go_on(
     pipe = loaded(qwen3_vl_folder, "standard")
     expected = alone(pipe, max_new_tokens=40)
     monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=Repeat()))
-    monkeypatch.setattr(DecodeRunner, "size_for", lambda *_: 4)
+    monkeypatch.setattr(DecodeRunner, "size_for", lambda *_, **__: 4)
     right = DecodeRunner._join
 
     def breaks(*arguments: Any) -> torch.Tensor:

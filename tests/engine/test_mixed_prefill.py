@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache, OscarVLPipeline
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.prompt_tables import PromptTables
-from oscar_mm.engine import mixed_prefill
+from oscar_mm.engine import decode_runner, mixed_prefill, running_batches
 from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.scheduler import Scheduler
-from oscar_mm.fast_decode.graph_runner import GraphInputs
+from oscar_mm.fast_decode.graph_runner import GraphInputs, GraphRunner
 from oscar_mm.fast_decode.prompt_scratch import PromptScratch
 from tests.engine.engine import BAD, alone, embedding, empty, loaded, made, run, together
 from tests.engine.engine_waits import engine_waits
@@ -363,6 +364,60 @@ def test_waiting_prompts_share_passes(qwen3_vl_folder, capture, pieces) -> None:
 def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
     assert mixed_prefill._piece_size(rows, unread, 1024) == size
     assert mixed_prefill._piece_size(rows, 5000) == 2560 - rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "unread", "size"),
+    [(64, 1900, 960), (64, 2000, 2496), (0, 1500, 1536), (0, 2600, 2560)],
+)
+def test_passes_are_long_only_if_they_are_full(
+    monkeypatch, rows: int, unread: int, size: int
+) -> None:
+    monkeypatch.setattr(mixed_prefill, "_SEPARATE", 0)
+    scratch = SimpleNamespace(tokens=9000, prepare=lambda *given: SimpleNamespace(shape=given[2]))
+    cache = SimpleNamespace(kv_manager=SimpleNamespace(sequences=[]))
+    prompt = SimpleNamespace(tokens=unread, positions=torch.zeros(1, unread), adapter=None)
+    mixed = MixedPrefill(None, scratch, None)
+    monkeypatch.setattr(mixed, "_begin", lambda readings: None)
+    mixed.add(SimpleNamespace(unread=prompt, cache=cache, ended=False))
+    piece = mixed.next_piece(rows, many_wait=True)
+    assert piece is not None and piece.shape.rows == size
+
+
+def test_batches_have_few_sizes_beside_prompts(
+    qwen3_vl_folder, capture, small, pieces, monkeypatch
+) -> None:
+    """Passes of a step and a piece have usual numbers of rows, also where batches change."""
+    monkeypatch.setattr(PageStore, "version", 0)
+    monkeypatch.setattr(decode_runner, "_BESIDE_PROMPTS", (1, 2, 4, 8, 24))
+    monkeypatch.setattr(running_batches, "_KEPT_STEPS", 5)
+    steps, together_with, run_step = list[int](), set[tuple[int, int]](), GraphRunner._launched
+
+    def noted(self: GraphRunner, replay, piece, step):
+        found = run_step(self, replay, piece, step)
+        steps.append(len(found))
+        if piece is not None and piece.logits is not None:
+            together_with.add((len(found), piece.shape.rows))
+        return found
+
+    monkeypatch.setattr(GraphRunner, "_launched", noted)
+    lengths = [40 + 3 * seed % 17 for seed in range(10)]
+    prompts, others = [text(4, seed) for seed in range(10)], [text(60, seed) for seed in range(6)]
+    expected = unmixed(qwen3_vl_folder, others)
+    pipe = loaded(qwen3_vl_folder, "standard")
+    running = [
+        made(pipe, prompt, max_new_tokens=length)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    for one in running:
+        pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: all(one.tokens for one in running))
+    assert together(pipe, [made(pipe, prompt) for prompt in others]) == expected
+    assert {rows for rows, _ in together_with} <= {1, 2, 4, 8, 24} and 24 in steps
+    assert {rows + size for rows, size in together_with} <= {32, 48, 64}
+    steps.clear()
+    together(pipe, [made(pipe, prompt, max_new_tokens=40) for prompt in prompts])
+    assert 12 in steps and 24 not in steps[steps.index(12) :]  # Some steps after the last piece.
 
 
 def held(cache: OscarCache) -> list[torch.Tensor]:

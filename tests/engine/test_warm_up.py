@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.engine import decode_runner
+from oscar_mm.engine import decode_runner, mixed_prefill
 from oscar_mm.engine import warm_up as warm_up_module
 from oscar_mm.engine.warm_up import warm_up
 from oscar_mm.fast_decode import graph_runner
@@ -43,15 +43,22 @@ def test_no_step_is_captured_after_it(qwen3_vl_folder, repeat, policy) -> None:
 
 
 @pytest.mark.parametrize("seconds", [60, 0])
-def test_mixed_passes(qwen3_vl_folder, capture, pieces, small, monkeypatch, seconds) -> None:
+def test_mixed_passes(
+    qwen3_vl_folder, capture, pieces, small, monkeypatch, caplog, seconds
+) -> None:
     """None is captured after the warm-up if that had the time; otherwise prompts capture them."""
+    caplog.set_level("DEBUG", mixed_prefill.__name__)
+    monkeypatch.setattr(decode_runner, "_BESIDE_PROMPTS", (1, 2, 4, 8, 16))
     monkeypatch.setattr(PageStore, "version", 0)
     monkeypatch.setattr(warm_up_module, "_MIXED_S", seconds)
     prompts = [" ".join(SHORT * count) for count in (1, 2, 4, 6, 9, 1)]
     pipe = loaded(qwen3_vl_folder, "standard")
     warm_up(pipe.engine, ROWS)
     captures = capture.made
-    assert captures >= len([1, 2, 4, 8, 12, 16])
+    # Steps, reading and storing the prompts, and pieces of three sizes, alone and beside five sizes
+    # of a batch.
+    assert len([1, 2, 4, 8, 12, 16]) <= captures <= 6 + 2 + 3 * (1 + 5) * bool(seconds)
+    assert ("with 16 that decode" in caplog.text) == (not seconds)
     pieces.clear()
     for _ in range(3):
         together(pipe, [made(pipe, prompt) for prompt in prompts])
