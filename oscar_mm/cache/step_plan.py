@@ -485,10 +485,10 @@ class GraphTables:
             bits: -(-min_page_tokens(policy, bits) // TILE) for bits in policy.packed_bits
         }
         self._rooms: dict[tuple[AttentionShape, torch.device], _Room] = {}
-        # Tables of a step's new tokens by kind, and the tensors that layers have requested, by kind
-        # and device.
+        # Tables of a step's new tokens by kind, and on each device one tensor of them, so that a
+        # step needs one copy, and its parts.
         self._tokens: dict[str, np.ndarray] = {}
-        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._on_device: dict[torch.device, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
 
     @property
     def known(self) -> bool:
@@ -536,8 +536,8 @@ class GraphTables:
                     begins[pack_job.row * of_row] = pack_job.beginnings()
             self._tokens[f"{bits} jobs"] = jobs
             self._tokens[f"{bits} begins"] = begins[: lines * self._policy.center]
-        for (key, _), tensor in self._on_device.items():
-            _write(tensor, self._tokens[key])
+        for whole, _ in self._on_device.values():
+            _write(whole, laid_out(tuple(self._tokens.values())))
 
     def write(self, step: StepPlan) -> None:
         """Write all tables of a step that ``takes`` accepts."""
@@ -580,9 +580,14 @@ class GraphTables:
         }
 
     def _upload(self, key: str, device: torch.device) -> torch.Tensor:
-        if (key, device) not in self._on_device:
-            self._on_device[key, device] = torch.from_numpy(self._tokens[key]).to(device, copy=True)
-        return self._on_device[key, device]
+        if device not in self._on_device:
+            arrays = tuple(self._tokens.values())
+            whole = torch.from_numpy(laid_out(arrays)).to(device, copy=True)
+            sizes = [array.size for array in arrays]
+            parts = zip(self._tokens.items(), whole.split(sizes), strict=True)
+            views = {kind: part.view(array.shape) for (kind, array), part in parts}
+            self._on_device[device] = whole, views
+        return self._on_device[device][1][key]
 
 
 def _write(target: torch.Tensor, table: np.ndarray) -> None:
