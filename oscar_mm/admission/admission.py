@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,22 @@ from oscar_mm.errors import InputError, MemoryBusy, RequestTooLarge
 from oscar_mm.media.audio import silence
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
-from oscar_mm.policy import PLAIN, Bits
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
 from oscar_mm.sizes import format_bytes
 
 _DOUBT = 0.05
 """Assumed maximum relative error of the duration in the header of a recording or video."""
 _BLOCK = 1 << 16
 """Number of characters that the length check tokenizes at a time; shorter texts skip the check."""
+_KEPT_TOKENS = 4096
+"""Maximum number of tokens of prompt and answer whose slot forecast is kept. The thread that sends
+a request checks it, and the engine thread later needs the same forecast."""
+
+
+@lru_cache(maxsize=256)
+def _forecast(policy: KVPolicy, modalities: bytes, answer: int) -> SlotForecast:
+    """Return ``slot_forecast`` without a past, to be read only."""
+    return slot_forecast(policy, np.frombuffer(modalities, np.int8), answer)
 
 
 @dataclass(frozen=True)
@@ -309,7 +318,8 @@ class Admission:
             max_new_tokens: maximum number of tokens of the answer.
             cache: cache that the prompt continues.
         """
-        return self._growth(prompt.modalities[0].numpy(), max_new_tokens, cache)
+        # An array, as an operation on a tensor would let other threads run first.
+        return self._growth(prompt.modalities.numpy()[0], max_new_tokens, cache)
 
     def growth_bytes(self, growth: SlotForecast) -> int:
         """Return the peak number of bytes that a forecast adds."""
@@ -457,9 +467,11 @@ class Admission:
         )
 
     def _growth(self, new: np.ndarray, answer: int, cache: OscarCache | None) -> SlotForecast:
-        rows = [] if cache is None else cache.kv_manager.sequences
-        # The last token of an answer is not stored.
-        return slot_forecast(self.store.policy, new, max(0, answer - 1), rows[0] if rows else None)
+        rows, policy = [] if cache is None else cache.kv_manager.sequences, self.store.policy
+        stored = max(0, answer - 1)  # The last token of an answer is not stored.
+        if not rows and len(new) + stored <= _KEPT_TOKENS:
+            return _forecast(policy, new.tobytes(), stored)
+        return slot_forecast(policy, new, stored, rows[0] if rows else None)
 
     def _bytes_over_time(self, growth: SlotForecast) -> np.ndarray:
         """Return the bytes added after 0, 1, 2, ... tokens of the answer, with a row's states."""

@@ -1,10 +1,12 @@
 """Requests that have no room are refused with numbers, before towers run, and nothing changes."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -18,7 +20,7 @@ from oscar_mm.errors import InputError, MemoryBusy, RequestTooLarge
 from oscar_mm.models import BUNDLED
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.policy import PLAIN
+from oscar_mm.policy import PLAIN, KVPolicy
 from tests.pipelines.conftest import NEVER, omni  # noqa: F401 - a fixture
 from tests.prompts import clip, noise, prepare, tone
 from tests.recordings import write_sound
@@ -107,6 +109,25 @@ def test_foreseen_of_bundled_models(name: str) -> None:
     ended = len(answer.token_ids) - (answer.finish_reason == "length")
     assert is_stored(stored[ended], answer.memory, pipe)
     assert answer.memory.kv_bytes < 1.01 * pool_bytes(growth.held, sizes)
+
+
+@pytest.mark.parametrize(("new_tokens", "forecasts"), [(7, 1), (5000, 2)])
+def test_a_short_request_is_foreseen_once(
+    vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch, new_tokens: int, forecasts: int
+) -> None:
+    """In its own thread, so that the engine thread need not; forecasts of long ones take memory."""
+    pipe, threads, forecast = like(vl), list[threading.Thread](), admission.slot_forecast
+
+    def noted(policy: KVPolicy, new: np.ndarray, answer: int, *past: Any) -> SlotForecast:
+        if answer == new_tokens - 1:
+            threads.append(threading.current_thread())
+        return forecast(policy, new, answer, *past)
+
+    monkeypatch.setattr(admission, "slot_forecast", noted)
+    stream = pipe.stream(prompt="How old is that?", max_new_tokens=new_tokens)
+    next(iter(stream))
+    stream.close()
+    assert len(threads) == forecasts and threads[0] is threading.main_thread()
 
 
 def test_each_request_of_a_batch_is_foreseen(vl: OscarVLPipeline) -> None:
