@@ -97,12 +97,13 @@ class SlotPool:
     def claim(self, slots: Sequence[int]) -> None:
         """Allocate planned slots, which must not have been allocated or planned for others
         since."""
-        for slot in slots:
-            # Planned slots are near the end, and often last; ``list.remove`` starts at the front.
-            place = len(self._free) - 1
-            while self._free[place] != slot:
-                place -= 1
-            del self._free[place]
+        claimed = set(slots)
+        left, place = len(claimed), len(self._free)
+        # Planned slots are near the end, before those that have been released since.
+        while left:
+            place -= 1
+            left -= self._free[place] in claimed
+        self._free[place:] = [slot for slot in self._free[place:] if slot not in claimed]
         self._own(slots)
 
     def _own(self, slots: Iterable[int]) -> None:

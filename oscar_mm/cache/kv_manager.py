@@ -415,9 +415,7 @@ class _PlannedRow(NamedTuple):
         return self.before.is_of(sequence) and self.slots.hold(allocators)
 
     def take_place(self, sequence: SequenceTable, allocators: Mapping[Bits, SlotPool]) -> None:
-        """Apply the effect to the sequence and the allocators."""
-        for bits, slot, _ in self.slots.given:
-            allocators[bits].claim([slot])
+        """Apply the effect to the sequence, and release slots; the given ones are claimed."""
         sequence.codes.append(self.code)
         sequence.streams, sequence.stored = self.table.streams, self.table.stored
         sequence.spare = self.table.spare
@@ -466,6 +464,9 @@ class _PlannedStep(NamedTuple):
         if self.step.steady is not None:
             step.steady = self.step.steady.among(continues)
         step.past = _PastRows.of(sequences, step.steady)
+        given = [x for index, row in self.rows.items() if continues[index] for x in row.slots.given]
+        for bits, slots in kv_manager.allocators.items():
+            slots.claim([slot for kind, slot, _ in given if kind == bits])
         for index in _others(sequences, step.steady):
             row = self.rows.get(index)
             if row is None or not continues[index]:

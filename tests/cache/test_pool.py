@@ -101,3 +101,16 @@ def test_a_prompt_takes_new_slots_and_none_that_a_step_has_planned() -> None:
     pool.claim([planned])
     pool.make_free(2)
     assert (pool.free, pool.capacity) == (2, 8)
+
+
+def test_planned_slots_are_claimed_among_later_ones() -> None:
+    pool = SlotPool()
+    held, free = pool.allocate(4), pool.allocate(5)
+    pool.release(free)
+    planned = [slot for slot in (pool.plan_ahead(0), pool.plan_ahead(2)) if slot is not None]
+    assert planned == [free[-1], free[-3]]
+    pool.release(held)  # After the plan.
+    pool.claim(planned)
+    assert (pool.free, [pool.owners(slot) for slot in planned]) == (7, [1, 1])
+    left = [free[0], free[1], free[3], *held]  # In the order in which they became free.
+    assert [pool.allocate(1) for _ in left] == [[slot] for slot in reversed(left)]
