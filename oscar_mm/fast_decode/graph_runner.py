@@ -191,8 +191,8 @@ class GraphRunner:
         """Adapters that rows may choose, and ranks that each row does not use, see ``choosing``."""
         self._steps = GraphInputs(cache, rows)
         self._capture = self._supported_capture() if capture == "auto" else capture
-        # Eager steps would spend more time in the block than the kernels save.
         captures = self._capture is not None and device.type == "cuda"
+        # Eager steps would spend more time in the block than the kernels save.
         by_modules = captures and self._layers is None
         self._launches = partial(in_fewer_launches, rms_norms(model)) if by_modules else nullcontext
         if captures:
