@@ -160,6 +160,8 @@ def test_rows_of_equal_length(batch: int) -> None:
     assert found is not None
     exact = scaled_dot_product_attention(
         *(queries.double(), keys.double(), values.double()),
-        is_causal=True, scale=0.1, enable_gqa=True,
+        is_causal=True,
+        scale=0.1,
+        enable_gqa=True,
     )
     assert relative_error(found, exact) < 0.01
