@@ -157,6 +157,14 @@ class PlacementOptions:
             "checkpoint.",
         ),
     ] = None
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Guess the next tokens with the checkpoint's own module (Qwen3.5), so that a "
+            "request that decodes alone gets several tokens at a time.",
+        ),
+    ] = False
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

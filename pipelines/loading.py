@@ -24,6 +24,7 @@ from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError, shown
 from oscar_mm.models import check_source, remedy, source_of, stored_bytes
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
+from oscar_mm.pipelines.drafts import add_drafts
 from oscar_mm.pipelines.quantized_checkpoints import (
     check_complete,
     quantization_of,
@@ -70,6 +71,7 @@ def load(
     weights: str | None,
     towers: str | None,
     adapters: Mapping[str, str | Path],
+    drafts: bool = False,
     model_kwargs: Mapping[str, Any],
 ) -> Family:
     """Load a checkpoint as a family, with the decoder's attention set to "oscar".
@@ -87,6 +89,7 @@ def load(
         towers: attention implementation of the vision and audio towers. None selects "sdpa", or
             keeps the implementation of a loaded model.
         adapters: folders of adapters that requests choose, by name.
+        drafts: whether to load the checkpoint's module for drafts.
         model_kwargs: arguments of ``from_pretrained``, see ``loading_arguments``.
 
     Raises:
@@ -100,6 +103,7 @@ def load(
             (", ".join(model_kwargs), model_kwargs),
             ("device_map", placement.device_map),
             ("tp_plan", placement.tp_plan),
+            ("drafts", drafts),
         ):
             if value:
                 raise InputError(
@@ -161,6 +165,8 @@ def load(
         loaded = loaded.to(target)
     if adapter is not None:
         loaded = add_adapter(loaded, adapter)
+    if drafts:
+        add_drafts(family.text_part(loaded), source, shared)
     add_row_adapters(loaded, family.text_part(loaded), adapters)
     watch(TPGroup.of(loaded))
     _set_attention(family, loaded, towers)

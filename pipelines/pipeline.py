@@ -72,6 +72,7 @@ class Pipeline:
         weights: str | None = None,
         attn_implementation: str | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        drafts: bool = False,
         max_context: int | None = None,
         prefill_chunk: int | Literal["auto"] | None = None,
         allow_remote: bool = False,
@@ -107,6 +108,10 @@ class Pipeline:
             adapters: folders of LoRA adapters of peft by name, such as ``{"legal": "./legal"}``.
                 A request or a chat chooses one with ``adapter="legal"``, and by default none;
                 requests with different adapters run together.
+            drafts: use the checkpoint's own module for drafts (Qwen3.5), which guesses the next
+                tokens: a request that decodes alone gets several tokens in one pass of the model,
+                and the same answer. The module takes memory for its weights and as much KV cache as
+                one more layer.
             max_context: maximum tokens of a conversation, including its answer; by default, and at
                 most, the model's context length. A larger request is refused before prefill.
             prefill_chunk: number of tokens in each chunk of a prompt's prefill. Chunks bound
@@ -161,6 +166,7 @@ class Pipeline:
             weights=weights,
             towers=attn_implementation,
             adapters={} if adapters is None else adapters,
+            drafts=drafts,
             model_kwargs=kwargs,
         )
         self.store.ranks = TPGroup.of(self.model)

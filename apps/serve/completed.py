@@ -44,6 +44,8 @@ class CompletedAnswer:
             "completion_tokens_details": {
                 "reasoning_tokens": self.answer.reasoning_tokens,
                 "audio_tokens": self.answer.speech_tokens,
+                "accepted_prediction_tokens": self.answer.accepted_drafts,
+                "rejected_prediction_tokens": self.answer.drafts - self.answer.accepted_drafts,
             },
             "kv_bytes": memory.kv_bytes,
             "kv_ratio": round(memory.ratio, 4),

@@ -46,6 +46,12 @@ class Metrics:
             registry=self.registry,
         )
         self.completion_tokens = self.tokens.labels("completion")
+        self.drafts = Counter(
+            "oscar_mm_drafts",
+            "Drafts of tokens by outcome: accepted, rejected",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.running = Gauge("oscar_mm_running", "Requests being answered", registry=self.registry)
         self.waiting = Gauge("oscar_mm_waiting", "Requests in the queue", registry=self.registry)
         self.waiting_clients = Gauge(
@@ -116,6 +122,9 @@ class AnswerTimes:
         metrics.answer_seconds.observe(perf_counter() - self._arrival)
         metrics.tokens.labels("cached").inc(completed.cached_tokens)
         metrics.tokens.labels("prompt").inc(completed.prompt_tokens - completed.cached_tokens)
+        accepted = completed.answer.accepted_drafts
+        metrics.drafts.labels("accepted").inc(accepted)
+        metrics.drafts.labels("rejected").inc(completed.answer.drafts - accepted)
         counted = max(0, self.count - 1)
         metrics.completion_tokens.inc(max(0, len(completed.answer.token_ids) - counted))
 

@@ -407,7 +407,7 @@ class Admission:
     def layer_shapes(self) -> list[LayerShape | StateShape]:
         """Shape of each layer's keys and values, for the heads of this rank, or of its state."""
         shape, states = self._kv_shape, kinds_of_states(self.model.config)
-        layers = range(len(states) + ModelShape.of(self.model.config, 0).layers)
+        layers = sorted(self.family.layer_devices)
         return [self._state_shape if index in states else shape for index in layers]
 
     @property

@@ -57,6 +57,7 @@ class BatchView(OscarCache):
             self.take_layers(source)
             self.replayed(StepPlan())
         self._joined, self._idle = False, frozenset()
+        self.hidden = caches[0].hidden if len(caches) == 1 and caches[0] is not None else None
         self._drop_states()
 
     def take_layers(self, source: OscarCache) -> None:

@@ -453,11 +453,14 @@ class SequenceTable:
         streams: streams by code.
         stored: number of tokens in streams.
         spare: unused 16-bit slots that this sequence owns. If a token leaves the window in a
-            decode step, its slot is kept here for later tokens.
+            decode step, its slot is kept here for later tokens, which take the oldest one.
+        keeps: number of spare slots to keep, so that steps of drafts, which may be rejected, do not
+            write to slots that other such steps have emptied; ordinary steps that are planned
+            ahead keep one.
         deferred: steps that are not in the table yet; None if the table is complete.
     """
 
-    __slots__ = ("_codes", "_spare", "_stored", "_streams", "deferred")
+    __slots__ = ("_codes", "_spare", "_stored", "_streams", "deferred", "keeps")
     codes: bytearray = _with_all_steps("_codes")
     streams: dict[int, ModalityTable] = _with_all_steps("_streams")
     stored: int = _with_all_steps("_stored")
@@ -474,6 +477,7 @@ class SequenceTable:
         self._codes = bytearray() if codes is None else codes
         self._streams = {} if streams is None else streams
         self._stored, self._spare = stored, [] if spare is None else spare
+        self.keeps = 1
 
     def __eq__(self, other: object) -> bool:
         """Return whether both tables have the same tokens in the same slots."""

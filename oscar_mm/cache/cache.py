@@ -126,6 +126,11 @@ class OscarCache(Cache):
     """Spare linear-attention layers by layer index, see ``StateRow``."""
     to_spares: bool
     """Whether the current step writes states to spare layers."""
+    chain: Sequence[StepPlan]
+    """Steps that each layer carries out one after the other in the current pass, see ``trying``."""
+    hidden: torch.Tensor | None
+    """(1, hidden size) output of the decoder for the last token of a prompt, from which the first
+    draft begins; None if it is not known."""
 
     def __init__(
         self,
@@ -146,6 +151,7 @@ class OscarCache(Cache):
         self._expected = PendingModalities()
         self._warned = False
         self.marks, self.spares, self.to_spares = Marks(), {}, False
+        self.chain, self.hidden = (), None
         self._idle: frozenset[int] = frozenset()
         """Rows without a new token in the current step."""
         # Whether layers on a GPU have stored a prompt or pages since the last check.
@@ -392,6 +398,32 @@ class OscarCache(Cache):
             step.layers = frozenset(layer.index for layer in self.packed_layers)
         self.step, self._idle = step, _without_tokens(modalities)
         return step
+
+    @contextmanager
+    def trying(self, steps: Sequence[StepPlan]) -> Iterator[None]:
+        """Within the block, the rows of a pass are consecutive tokens of the only row.
+
+        Args:
+            steps: result of ``KVCacheManager.planned_chain``, one step for each token. None of them
+                counts until ``begin`` receives its token.
+        """
+        before, self.chain = self.step, steps
+        for step in steps:
+            step.from_pages = step.follows = True
+        try:
+            yield
+        finally:
+            self.step, self.chain = before, ()
+            for step in steps:
+                step.restart()
+
+    def store_only(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> None:
+        """Add a layer's new keys and values, see ``update``, to which no query of this pass
+        attends."""
+        layer = self.layer_for(layer_idx, key_states, value_states)
+        layer.append(key_states, value_states, self._step_for(layer, key_states))
 
     def replayed(self, step: StepPlan) -> None:
         """Record that all layers have completed a step although their code did not run.

@@ -147,7 +147,8 @@ class KVCacheManager:
         # garbage-collected.
         self.sequences: list[SequenceTable] = []
         self.number, self.changes = next(_NUMBERS), 0
-        self._planned_step: _PlannedStep | None = None
+        self._planned: list[_PlannedStep] = []
+        """Steps planned ahead, each after the one before."""
         if owns_slots:
             store.register(self, self.sequences)
 
@@ -199,7 +200,7 @@ class KVCacheManager:
         """
         self.store.collect()
         version = self.version
-        planned, self._planned_step = self._planned_step, None
+        planned = self._planned.pop(0) if self._planned else None
         self.changes += 1
         if not self.sequences:
             self.sequences += [SequenceTable() for _ in range(len(modalities))]
@@ -241,7 +242,7 @@ class KVCacheManager:
             The plan; None if a page must be copied, a pool must grow or there is no token to store.
         """
         self.store.collect()
-        self._planned_step = None
+        self._planned = []
         ids = modalities[:, 0].tolist()
         steady = self.store.steady.plan(self.sequences, ids, begins=True)
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
@@ -267,8 +268,75 @@ class KVCacheManager:
             step.add_steady(steady)
         if step.copies or not (step.writes is not None or step.pack_jobs):
             return None
-        self._planned_step = _PlannedStep(step, self.version, modalities.copy(), rows)
+        self._planned = [_PlannedStep(step, self.version, modalities.copy(), rows)]
         return step
+
+    def planned_chain(self, count: int) -> list[StepPlan]:
+        """Plan ahead the next ``count`` text tokens of the only row, as ``planned`` plans one.
+
+        Each plan follows those before it, and takes effect when ``advance`` has received as many
+        tokens. What layers write for the first plan may be read by those for the others. None of
+        them writes to a slot that holds a stored token, unless the first plan has packed it.
+
+        Returns:
+            The plans, fewer than ``count`` if a further one would copy a page, grow a pool, or
+            write to a slot that another but the first has emptied.
+        """
+        self.store.collect()
+        [sequence] = self.sequences
+        self._keep_spare(sequence, count)
+        free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
+        number, changes, trims = self.version
+        table, length = sequence, len(sequence.codes)
+        chain, emptied = list[_PlannedStep](), set[int]()
+        try:
+            while len(chain) < count:
+                version = number, changes + len(chain), trims
+                table, made = self._planned_after(table, free, version)
+                if made.step.copies or emptied & made.step.written:
+                    break
+                if chain:
+                    emptied |= made.step.sources()[PLAIN]
+                chain.append(made)
+        except NoFreeSlotsError:
+            pass
+        finally:
+            del sequence.codes[length:]  # The tables share them.
+        self._planned = chain
+        return [one.step for one in chain]
+
+    def _planned_after(
+        self, table: SequenceTable, free: Mapping[Bits, DryRunSlots], version: tuple[int, ...]
+    ) -> tuple[SequenceTable, _PlannedStep]:
+        """Plan a text token after those of ``table``, whose codes grow; also return the table
+        after it."""
+        modalities = np.full((1, 1), int(Modality.TEXT), np.int8)
+        past, slots = table.before(), PlannedSlots()
+        after = table.before()
+        after.keeps = table.keeps
+        before = _SequenceSnapshot.of(past)
+        for pool in free.values():
+            pool.row = slots
+        placer = TokenPlacer(self.policy, free)
+        placer.place_one(0, after, int(Modality.TEXT))
+        row = _PlannedRow(before, after.codes[-1], after, slots, placer.freed.get(0, []))
+        step = placer.finish(modalities)
+        step.past = [past]
+        return after, _PlannedStep(step, version, modalities, {0: row})
+
+    def _keep_spare(self, sequence: SequenceTable, count: int) -> None:
+        """Give a sequence as many spare slots as it keeps from now on."""
+        sequence.keeps = count
+        if (missing := sequence.keeps - len(sequence.spare)) > 0:
+            self.changes += 1
+            sequence.spare = sequence.spare + self.allocators[PLAIN].allocate(missing)
+
+    @property
+    def holds_plan(self) -> bool:
+        """Whether ``advance`` would apply the next plan of ``planned_chain``."""
+        return bool(self._planned) and self._planned[0].holds(
+            self._planned[0].modalities, self, self.version
+        )
 
     def crop(self, count: int) -> None:
         """Remove the last ``count`` tokens of every row."""

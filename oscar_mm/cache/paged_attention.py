@@ -161,7 +161,8 @@ class _ChunkAttention:
         arguments = DecodeArguments(*states, *plan.tables.of_past, *how)
         if plan.kernel is None:
             return decode_directly(arguments)
-        return plan.kernel(arguments, early=self.step.fixed is not None)
+        early = self.step.fixed is not None and not self.step.follows
+        return plan.kernel(arguments, early=early)
 
     def _plan(self, queries: torch.Tensor, keys: torch.Tensor, row: int | None) -> _Plan:
         layer, step = self.layer, self.step
@@ -348,7 +349,7 @@ class LayerCall:
                 *states, scale=scaling, enable_gqa=True
             ).nan_to_num()  # padding attends to nothing
         # A step that packs at its end never writes to a slot that it reads.
-        layer.append(key, value, step, beside=step.packs_at_end)
+        layer.append(key, value, step, beside=step.packs_at_end and not step.follows)
         return output.to(asked)
 
     def _with_later(

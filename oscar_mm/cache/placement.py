@@ -59,21 +59,20 @@ def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Cou
     return waiting - last * (last < min_page_tokens(policy, bits))
 
 
-def max_spare(in_16_bit: int, room: int) -> int:
+def max_spare(in_16_bit: int, room: int, keeps: int = 1) -> int:
     """Return the maximum number of spare 16-bit slots of a sequence after a decode step.
 
-    The maximum is one if each packed token passes its slot on to the next token. Otherwise, several
-    slots are allocated at once, so that other sequences cannot take them from an in-flight step and
-    pools seldom grow. Their number stays small relative to the sequence's 16-bit tokens.
+    The maximum is ``keeps`` if each packed token passes its slot on to a later token. Otherwise,
+    several slots are allocated at once, so that other sequences cannot take them from an in-flight
+    step and pools seldom grow. Their number stays small relative to the sequence's 16-bit tokens.
 
     Args:
         in_16_bit: number of the sequence's tokens in 16-bit precision.
         room: number of free positions in the last page of the new token's stream; 0 if pages are
             written all at once.
+        keeps: see ``SequenceTable``.
     """
-    if room:
-        return 1
-    return min(max(1, in_16_bit // 4), MAX_SPARE)
+    return keeps if room else max(keeps, min(in_16_bit // 4, MAX_SPARE))
 
 
 def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
@@ -171,11 +170,11 @@ class TokenPlacer:
                 self._own_stream(sequence, leaving)
                 emptied, _ = self._pack(row, sequence, leaving, [], in_window)
         before = sequence.in_16_bit + len(emptied)
-        most = max_spare(before, self._room(stream))
+        most = max_spare(before, self._room(stream), sequence.keeps)
         if new:
             if not spare:
                 spare += self._recent.allocate(most)
-            self._write(row, stream, new, [spare.pop()])
+            self._write(row, stream, new, [spare.pop(0)])
         freed = spare[most:]
         del spare[most:]
         for slot in emptied:

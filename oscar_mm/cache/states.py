@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -184,11 +185,13 @@ class RowStates(NamedTuple):
             in place.
         addresses: (4, rows) int64 on the device: addresses of the convolution states, of the
             recurrent states, and of both after the step; 0 for a row without a new token.
+        are_new: whether the preceding kernel has written the states.
     """
 
     layers: Sequence[LinearLayer | None]
     targets: Sequence[LinearLayer | None]
     addresses: torch.Tensor
+    are_new: bool = False
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -228,6 +231,8 @@ class StateTable:
         """``RowStates.addresses`` of all possible steps, (2, 2, layers, 4, rows), by source and
         target: 0 for the layers at the latest ``_write``, 1 for their spare layers."""
         self._written: list[_Identity] = []
+        self.chain: Sequence[StateTable] = ()
+        """Tables of the tokens of one row, which a pass computes one after the other."""
         self._step: tuple[int, int] | None = None
         """Source and target of the step in ``_tables``."""
 
@@ -264,9 +269,17 @@ class StateTable:
         )
         return RowStates(layers, targets, self._tables[device][place])
 
+    def turns(self, index: int) -> list[RowStates]:
+        """Return the states of a layer: those of all rows at once, or of one token after the
+        other."""
+        if not self.chain:
+            return [self.of(index)]
+        found = [table.of(index) for table in self.chain]
+        return [one._replace(are_new=place > 0) for place, one in enumerate(found)]
+
     def end(self) -> None:
         """End the step, and keep no state alive."""
-        self._rows = ()
+        self._rows = self.chain = ()
 
     def _allocate(self, layers: Sequence[Any], rows: int) -> None:
         counts: dict[torch.device, int] = {}
@@ -307,6 +320,49 @@ def _identity(row: StateRow | None, index: int) -> _Identity:
         return None
     spare = row.spares.get(index)
     return weakref.ref(row.layers[index]), None if spare is None else weakref.ref(spare), row.row
+
+
+class StateChain:
+    """States of a row after each of several tokens, of which some may turn out to be wrong.
+
+    Args:
+        count: number of tokens.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.tables = [StateTable() for _ in range(count)]
+        self._after: list[dict[int, LinearLayer]] = []
+        self._layers: dict[int, LinearLayer] = {}
+
+    def begin(self, row: StateRow) -> None:
+        """Begin a pass that leaves the states of a row, the only one of its cache, as they are."""
+        self._layers = {i: x for i, x in enumerate(row.layers) if isinstance(x, LinearLayer)}
+        if not self._after:
+            self._after = [
+                {i: layer.empty() for i, layer in self._layers.items()} for _ in self.tables
+            ]
+        layers = row.layers
+        for table, after in zip(self.tables, self._after, strict=True):
+            table.begin([StateRow(layers, after, 0)], to_spares=True)
+            layers = [after.get(index) for index in range(len(row.layers))]
+
+    def commit(self, last: int) -> None:
+        """Copy the states after token ``last``, from 0, to the row, and end the pass."""
+        pairs = defaultdict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]](list)
+        after = self._after[last]
+        for index, layer in self._layers.items():
+            for target, source in zip(layer.states, after[index].states, strict=True):
+                pairs[target.dtype].append((target, source))
+        for same in pairs.values():
+            targets, sources = zip(*same, strict=True)
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        self.end()
+
+    def end(self) -> None:
+        """End the pass, and keep no state of the row alive."""
+        self._layers = {}
+        for table in self.tables:
+            table.end()
 
 
 class Marks:

@@ -72,7 +72,7 @@ class SteadyRow:
             stream.fill(steps, [], 0)
         else:
             kept += steps
-        stream.slots, spare = stream.slots[:0], slots[: kept - 1 : -1]
+        stream.slots, spare = stream.slots[:0], slots[kept:]
         stream.slots.extend(slots[:kept])
         return SequenceTable(
             before.codes + bytes([_TEXT]) * steps,
@@ -90,7 +90,7 @@ class SteadyRow:
 
 def _in_order(row: SequenceTable) -> list[int]:
     """Return the 16-bit slots of a row's text, and then its spare slots, first the next to use."""
-    return [*row.streams[_TEXT].slots, *reversed(row.spare)]
+    return [*row.streams[_TEXT].slots, *row.spare]
 
 
 class SteadyRows:
@@ -135,7 +135,7 @@ class SteadyRows:
         self._left[place] = steps
         self._page[place] = stream.pages[-1] if packs else -1
         self._first[place] = stream.stops[-1] if packs else 0
-        slots = 2 * _in_order(before) if packs else before.spare[::-1]
+        slots = 2 * _in_order(before) if packs else before.spare
         self._slots[place, : len(slots)] = slots
         self._write_past(place, row, 0 if packs else steps)
         row.deferred = deferred = SteadyRow(self, place, before, packs=packs)

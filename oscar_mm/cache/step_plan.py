@@ -283,6 +283,8 @@ class StepPlan:
             whose layers are not yet known.
         fixed: fixed tensors for the tables of attention, ``pack_jobs`` and ``writes``; None to
             create new tables.
+        follows: whether a layer carries out another step of the same sequence immediately before
+            this one, so that no kernel may read what is stored before the preceding one has ended.
     """
 
     copies: list[tuple[Bits, int, int]] = field(default_factory=list)
@@ -297,6 +299,7 @@ class StepPlan:
     steady: SteadyStep | None = None
     layers: frozenset[int] | None = None
     fixed: FixedTables | None = None
+    follows: bool = False
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
     # Index of each layer whose keys have arrived -> whether it has carried out the step.
     _progress: dict[int, bool] = field(default_factory=dict)
@@ -354,6 +357,11 @@ class StepPlan:
         if self.steady is None:
             return self.pack_jobs
         return sorted([*self.pack_jobs, *self.steady.pack_jobs()], key=lambda one: one.row)
+
+    @property
+    def written(self) -> set[int]:
+        """16-bit slots of the new tokens."""
+        return set() if self.writes is None else set(self.writes[2].tolist())
 
     def pictures(self) -> list[list[Span]]:
         """Return the runs of new image tokens of each row, padding not counted."""

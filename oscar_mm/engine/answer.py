@@ -80,6 +80,8 @@ class Answer:
         prompt_logprobs: log-probabilities of the prompt's tokens except the first; None if they
             were not requested.
         stop_text: stop string that ended the answer; None if something else did.
+        drafts: number of drafts of the answer's tokens, see ``drafts`` of pipelines.
+        accepted_drafts: number of drafts that became tokens of the answer.
     """
 
     text: str
@@ -98,6 +100,8 @@ class Answer:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     stop_text: str | None = None
+    drafts: int = 0
+    accepted_drafts: int = 0
 
     def __str__(self) -> str:
         """Return the text."""

@@ -14,6 +14,8 @@ from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import BROKEN, NAN, SampledTokens, Sampler, Sampling, SamplingState
 from oscar_mm.engine.think_tokens import ThinkTokens
+from oscar_mm.fast_decode.draft_runner import DraftRunner
+from oscar_mm.fast_decode.drafts import Drafts
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.fast_decode.prompt_scratch import PromptPiece
 from oscar_mm.modality import PADDING
@@ -45,6 +47,7 @@ class RequestState:
         next_logprob: log-probability of the token to be added next.
         ended: whether the row has ended; its last token is then not stored in the cache.
         error: error that ended the row; None if the row has not failed.
+        drafted, accepted: number of drafts, and of drafts that were right.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class RequestState:
         self.next_logprob: TokenLogprob | None = None
         self.ended = False
         self.error: BaseException | None = None
+        self.drafted = self.accepted = 0
         self._first, self._max_tokens = position, sampling.max_new_tokens
 
     @property
@@ -131,6 +135,8 @@ class DecodeRunner:
         self.piece: PromptPiece | None = None
         self._by_size: dict[int, GraphRunner] = {}
         self._sampler = Sampler([], device, self._ranks)
+        self._has_drafts = self._ranks.count == 1 and Drafts.of(model) is not None
+        self._drafts: DraftRunner | None = None
         self._tokens: torch.Tensor | None = None
         """(batch,) ids of each row's last token on the device; None if only the host has them."""
 
@@ -184,13 +190,17 @@ class DecodeRunner:
         ahead: bool = True,
         following: Callable[[], Sequence[RequestState | None]] | None = None,
     ) -> None:
-        """Decode one token per row.
+        """Decode one token per row, or more for a single row whose drafts are right.
 
         Args:
             ahead: whether to also launch the following step, if it can be predicted.
             following: function that sets the cache's rows for the following step, without changing
                 their number, and returns them: current rows that have not ended, and new rows.
         """
+        if (drafting := self._drafting) is not None:
+            if following is None and not self.is_ahead and self._step_drafted(drafting):
+                return
+            ahead = False
         rows, steps, tokens = self.rows, self._steps(len(self.rows)), self._tokens
         ended = _flags([row is None or row.ended for row in rows])
         if tokens is None:
@@ -211,6 +221,54 @@ class DecodeRunner:
         _give(rows, chosen)
         if following is not None:
             self._sampler = self._sampler_of(self.rows)
+
+    @property
+    def _drafting(self) -> RequestState | None:
+        """The only row, if drafts of its next tokens may be right: they follow no grammar and no
+        adapter."""
+        row = self.rows[0] if self._has_drafts and len(self.rows) == 1 else None
+        if row is None or row.ended or row.sampler.grammar is not None or row.adapter is not None:
+            return None
+        return row
+
+    def _step_drafted(self, row: RequestState) -> bool:
+        """Decode the tokens of a row up to the first that its draft did not predict.
+
+        The tokens and their distribution are those of ordinary steps: a draft is right if it is the
+        token that is sampled from the logits after the tokens before it.
+
+        Returns:
+            False, without effect, if an ordinary step must follow.
+        """
+        if self._drafts is None:
+            self._drafts = DraftRunner(self._model, self._cache, self._axes, self._device)
+        verified = self._drafts(row.tokens[-1], row.position)
+        if verified is None:
+            return False
+        self._tokens = None
+        row.drafted += len(verified.tokens) - 1
+        choices = self._choices(row, verified.logits)
+        for draft in (*verified.tokens[1:].tolist(), None):
+            token, row.next_logprob = next(choices)
+            row.take(token)
+            if row.ended or token != draft or not self._drafts.accept():
+                break
+            row.accepted += 1
+        self._drafts.finish()
+        return True
+
+    def _choices(
+        self, row: RequestState, logits: torch.Tensor
+    ) -> Iterator[tuple[int, TokenLogprob | None]]:
+        """Yield the tokens sampled from (tokens, vocabulary) logits, each given those before it."""
+        sampling = row.sampler.sampling
+        alone = sampling.edits_logits or sampling.seed is not None
+        for some in logits.split(1) if alone else [logits]:
+            sampler = self._sampler if alone else self._sampler_of([row] * len(some))
+            chosen = sampler(some)
+            tokens = chosen.listed()
+            logprobs = chosen.logprobs(tokens)
+            yield from ((token, logprobs.get(place)) for place, token in enumerate(tokens))
 
     def _join(
         self, before: Sequence[RequestState | None], tokens: torch.Tensor, steps: GraphRunner

@@ -25,6 +25,7 @@ from oscar_mm.engine.sound_blocks import SoundBlocks
 from oscar_mm.engine.speech import Talker
 from oscar_mm.engine.template import USUAL, TemplateOptions
 from oscar_mm.errors import InputError, shown
+from oscar_mm.fast_decode.drafts import Drafts
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.media.options import MediaOptions
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
@@ -156,7 +157,10 @@ class Family(ChatFormat, ABC):
     @property
     def layer_devices(self) -> dict[int, torch.device]:
         """Device of each layer's keys and values, or of its states."""
-        return dict(enumerate(map(computing_device, self.model.get_decoder().layers)))
+        layers = dict(enumerate(self.model.get_decoder().layers))
+        if (drafts := Drafts.of(self.model)) is not None:
+            layers[drafts.index] = drafts.layers[0]
+        return {index: computing_device(layer) for index, layer in layers.items()}
 
     @cached_property
     def keeps_states(self) -> bool:

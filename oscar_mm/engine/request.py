@@ -284,6 +284,7 @@ class Request(RequestState):
         memory = self._memory or self.engine.call(self.cache.memory)
         cached = self.prompt.tokens - self.unread.tokens
         answer = self.written.answer(memory, self.prompt_tokens, cached)
+        answer = replace(answer, drafts=self.drafted, accepted_drafts=self.accepted)
         if self.prompt_logprobs is not None:
             answer = replace(answer, prompt_logprobs=self.prompt_logprobs.complete)
         return answer if self.sampling.logprobs is None else replace(answer, logprobs=self.logprobs)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.hooks import remove_hook_from_module
@@ -28,7 +28,9 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.states import StateTable
+from oscar_mm.cache.states import StateChain, StateTable
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
+from oscar_mm.fast_decode.drafts import Drafts, FastDrafts
 from oscar_mm.fast_decode.hybrid_layers import (
     HYBRID_LAYERS,
     DeltaLayer,
@@ -39,6 +41,7 @@ from oscar_mm.fast_decode.hybrid_layers import (
     weight_bits,
 )
 from oscar_mm.fast_decode.layers import FastLayer, Product, is_sharded, norm_of
+from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.low_rank import computes_as_known, is_lora
 from oscar_mm.fast_decode.parallel import in_parallel
 from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
@@ -154,6 +157,20 @@ class _Part:
         return tuple(self.kept)
 
 
+class Verified(NamedTuple):
+    """Drafts, and what the model itself says after each of them.
+
+    Attributes:
+        tokens: (1 + drafts,) ids: the last token of the answer, and the drafts after it.
+        logits: (1 + drafts, vocabulary): logits after each token.
+        hidden: (1 + drafts, hidden size): output of the decoder for each token.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
 class FastDecoder:
     """A model that runs decode steps with one token per row.
 
@@ -175,6 +192,10 @@ class FastDecoder:
         norm = norm_of(decoder.norm)
         self._norm = norm._replace(weight=norm.weight.to(head.weight.device))
         self._head = head
+        drafts = Drafts.of(model)
+        self._drafts = None if drafts is None else FastDrafts(drafts)
+        self._before: torch.Tensor | None = None
+        """(rows, hidden size): output for the token of each row's latest step."""
         self._whole_head = None if is_sharded(head) else Product.of(head, dtype=norm.weight.dtype)
 
     def _fast(self, layer: Any) -> FastLayer | DeltaLayer:
@@ -246,18 +267,96 @@ class FastDecoder:
     def _computed(self, part: _Part, states: States, cache: OscarCache) -> States:
         """Return the inputs of the next part, or, for the last part, only the logits."""
         if part is self._parts[0]:
-            hidden = self.embed(states[0])
+            hidden = first = self.embed(states[0])
             states = hidden.flatten(0, 1), *self.angles(hidden, states[1])
             cache.attend_packed(None)
         rows, cosine, sine = states
         for layer in part.layers:
             rows = layer(rows, cosine, sine, cache)
         indices = [index for layer in part.layers for index in layer.cache_layers]
+        if self._drafts is not None and self._drafts.follow(cache):
+            self._store_for_drafts(self._drafts, first, rows, cosine, sine, cache)
+            indices.append(self._drafts.index)
         if part is not self._parts[-1]:
             cache.end_step(indices)
             return rows, cosine, sine
         head, end = partial(self.logits, rows), partial(cache.end_step, indices)
         return (in_parallel(rows.device, head, end),)
+
+    def _store_for_drafts(
+        self,
+        drafts: FastDrafts,
+        embedded: torch.Tensor,
+        rows: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        cache: OscarCache,
+    ) -> None:
+        """Store what later drafts read of the tokens of a step.
+
+        Where a row has just joined, the output for the token before is not known, and that for
+        another row's takes its place: one of the tokens to which drafts attend is wrong.
+        """
+        if self._before is None:
+            with torch.inference_mode(False):
+                self._before = torch.zeros_like(rows)
+        drafts.store(self._before[:, None], embedded, cosine, sine, cache)
+        self._before.copy_(self._norm.at_once(rows))
+
+    def verified(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        cache: OscarCache,
+        states: StateChain,
+    ) -> Verified:
+        """Draft the next tokens of a single row, and compute the logits after each.
+
+        Args:
+            ids: (1, 1): last token of the row.
+            positions: (1 + drafts, 1), or (axes, 1 + drafts, 1), see ``__call__``.
+            hidden: (1, hidden size): output of the decoder for the token before.
+            cache: cache within ``OscarCache.trying``, with a step for each token.
+            states: states of the row after each token.
+        """
+        drafts, tokens, steps = self._drafts, [ids[0]], cache.chain
+        assert drafts is not None
+        cosine, sine = self.angles(self.embed(ids).expand(len(steps), -1, -1), positions)
+        outputs = hidden
+        cache.chain = ()
+        for place, step in enumerate(steps[:-1]):
+            cache.step, turn = step, slice(place, place + 1)
+            rows = drafts(outputs, self._embed(tokens[-1]), cosine[turn], sine[turn], cache)
+            cache.end_step([drafts.index])
+            tokens.append(self.draft(rows, drafts))
+            outputs = drafts.norm.at_once(rows)
+        cache.chain = steps
+        self._states.chain = states.tables
+        rows = embedded = self._embed(torch.cat(tokens))
+        for layer in self._parts[0].layers:
+            rows = layer(rows, cosine, sine, cache)
+        outputs = self._norm.at_once(rows)
+        self._store_drafts(drafts, outputs, embedded, cosine, sine, cache)
+        self._states.end()
+        return Verified(torch.cat(tokens), self.logits(rows), outputs)
+
+    def _store_drafts(
+        self,
+        drafts: FastDrafts,
+        outputs: torch.Tensor,
+        embedded: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        cache: OscarCache,
+    ) -> None:
+        """Store the drafts again, now that the output for the token before each is known."""
+        sides = drafts.keys_and_values(outputs[:-1], embedded[1:], cosine[1:], sine[1:])
+        for place, step in enumerate(cache.chain[1:]):
+            cache.step = step
+            keys, values = (side[place : place + 1].transpose(0, 1)[None] for side in sides)
+            cache.layers[drafts.index].append(keys, values, step)
+            cache.end_step([drafts.index])
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (batch, tokens per row, hidden size) embeddings of (batch, tokens per row) ids."""
@@ -278,9 +377,17 @@ class FastDecoder:
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return (rows, vocabulary) logits of the last layer's (rows, hidden size) outputs."""
+        return self._head_of(rows, self._norm)
+
+    def draft(self, rows: torch.Tensor, drafts: FastDrafts) -> torch.Tensor:
+        """Return (rows,) drafts of the next tokens from (rows, hidden size) outputs of
+        ``FastDrafts``."""
+        return self._head_of(rows, drafts.norm).argmax(-1)
+
+    def _head_of(self, rows: torch.Tensor, norm: Norm | CenteredNorm) -> torch.Tensor:
         if self._whole_head is not None:
-            return self._whole_head(rows, norm=self._norm)
-        return self._head(self._norm.at_once(rows))
+            return self._whole_head(rows, norm=norm)
+        return self._head(norm.at_once(rows))
 
 
 def _beside(embed: Any, rotary: nn.Module) -> nn.Module:

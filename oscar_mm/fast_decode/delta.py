@@ -209,7 +209,9 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
         )
         blocks, stream = shape.key_heads * self.specialization.cluster, current_stream(self.device)
         grid = (blocks, len(mixed), 1)
-        self._kernel.launch(grid, (THREADS, 1, 1), 0, params, stream, dependent=True)
+        # The kernel reads states before it waits for the preceding kernel.
+        overlaps = not states.are_new
+        self._kernel.launch(grid, (THREADS, 1, 1), 0, params, stream, dependent=overlaps)
         return output
 
     @staticmethod
@@ -321,7 +323,7 @@ def delta_by_torch(arguments: DeltaArguments) -> torch.Tensor:
     """Run ``delta`` with PyTorch operations and the rounding of transformers' modules."""
     mixed, *_, shape, _ = arguments
     output = mixed.new_zeros(len(mixed), shape.value_heads * shape.values)
-    layers, targets, _ = arguments.states
+    layers, targets, *_ = arguments.states
     for row, (layer, target) in enumerate(zip(layers, targets, strict=True)):
         if layer is not None and target is not None:
             output[row] = _row_by_torch(arguments, row, *layer.states, *target.states)

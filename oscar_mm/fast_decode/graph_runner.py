@@ -94,9 +94,11 @@ class GraphInputs:
             The step; None if it would copy a page, pack a full page, grow a pool or store nothing.
         """
         step = self._cache.kv_manager.planned(modalities)
-        if step is None or (step.pack_jobs and self._tables.packs_whole_pages):
-            return None
-        return step if self.fix(step) else None
+        return step if step is not None and self.takes_ahead(step) else None
+
+    def takes_ahead(self, step: StepPlan) -> bool:
+        """Fix a step that was planned ahead, see ``fix``, unless it would pack a full page."""
+        return not (step.pack_jobs and self._tables.packs_whole_pages) and self.fix(step)
 
     @contextmanager
     def dry_run(self, step: StepPlan) -> Iterator[None]:

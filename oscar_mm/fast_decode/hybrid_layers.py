@@ -123,14 +123,20 @@ class DeltaLayer(FeedForward):
         else:
             x = self.mixer_norm.at_once(rows)
             mixed, gates = self.mixed(x), self.gates(x)
-        found = delta(
-            DeltaArguments(
-                *(mixed, gates, self.table.of(self.index), self.convolution),
-                *(mixer.A_log, mixer.dt_bias, norm.weight, norm.variance_epsilon),
-                *(self.shape, self.parts_of_heads),
+        turns = self.table.turns(self.index)
+        parts = zip(mixed.tensor_split(len(turns)), gates.tensor_split(len(turns)), strict=True)
+        found = [
+            delta(
+                DeltaArguments(
+                    *(*part, states, self.convolution),
+                    *(mixer.A_log, mixer.dt_bias, norm.weight, norm.variance_epsilon),
+                    *(self.shape, self.parts_of_heads),
+                )
             )
-        )
-        return self.feed_forward(self.output(found, residual=rows, in_place=True))
+            for part, states in zip(parts, turns, strict=True)
+        ]
+        joined = found[0] if len(found) == 1 else torch.cat(found)
+        return self.feed_forward(self.output(joined, residual=rows, in_place=True))
 
 
 class GatedLayer(FastLayer):
@@ -148,11 +154,17 @@ class GatedLayer(FastLayer):
         in_place: bool = False,
     ) -> torch.Tensor:
         """Return the output of the attention block, see ``FastLayer.attended``."""
-        heads, (queries, keys, _) = self.projected(rows), self.heads
-        # Each query head is followed by its gate.
-        turning = heads[:, : queries + keys]
-        rope_(turning, queries // 2, cosine, sine, self.head_norms, gated=True)
-        asked, *others = heads.split(self.heads, 1)
+        asked, *others = self.turned(rows, cosine, sine)
         found = self.attend_to([asked[:, ::2], *others], batch, cache, mask)
         gated = found * asked[:, 1::2].sigmoid().flatten(1)
         return self.output(gated, residual=rows, in_place=in_place)
+
+    def turned(
+        self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return queries, each followed by its gate, keys and values, (tokens, heads, head_dim)
+        each, after RoPE; see ``FastLayer.attended``."""
+        heads, (queries, keys, _) = self.projected(rows), self.heads
+        turning = heads[:, : queries + keys]
+        rope_(turning, queries // 2, cosine, sine, self.head_norms, gated=True)
+        return heads.split(self.heads, 1)

@@ -389,7 +389,7 @@ def test_a_step_is_as_it_was_planned(bits, window: int, by_token: bool) -> None:
         told = kv_manager.planned(token)
         ended = generator.random((3, 1)) < 0.1
         if told is not None:  # The slots planned for a row that ends stay free.
-            planned = kv_manager._planned_step.rows
+            planned = kv_manager._planned[0].rows
             slots &= not any(
                 ended[row] and planned_row.slots.given for row, planned_row in planned.items()
             )
@@ -462,6 +462,63 @@ def test_steady_steps_store_tokens_where_single_steps_do(bits, window: int, by_t
     assert are_same(numbers.kv_manager.sequences, other.sequences, slots=False)
     assert are_same(fork.kv_manager.sequences, other_fork.sequences, slots=False)
     check_slots(numbers.contents.store, [numbers.kv_manager, fork.kv_manager])
+
+
+def unsafe(kv_manager: KVCacheManager, chain: list[StepPlan]) -> set[object]:
+    """Slots of stored tokens, and their places in pages, to which a chain writes before it is
+    known whether its tokens count."""
+    [sequence] = kv_manager.sequences
+    streams = sequence.streams.values()
+    taken = {slot for stream in streams for slot in stream.slots} - chain[0].sources()[PLAIN]
+    last = {
+        (stream.bits, page): stop
+        for stream in streams
+        for page, stop in zip(stream.pages, stream.stops, strict=True)
+    }
+    found: set[object] = set()
+    for place, step in enumerate(chain):
+        found |= step.written & taken
+        for job in step.pack_jobs:
+            found |= {page for page in job.pages[:1] if job.first < last.get((job.bits, page), 0)}
+        if place:
+            taken |= step.sources()[PLAIN]
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 8, 32])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_chain_of_plans(window: int, by_token: bool) -> None:
+    """As many plans of a chain take effect as tokens come; nothing is left of the others."""
+    policy = KVPolicy(bits=2, window=window, sinks=3, **(STREAM if by_token else WHOLE))
+    kv_manager, other = (KVCacheManager(PageStore(policy)) for _ in range(2))
+    generator, token = np.random.default_rng(window), np.zeros((1, 1), np.int8)
+    prompt = generator.choice([0, 1], (1, 150)).astype(np.int8)
+    for one in (kv_manager, other):
+        one.advance(prompt)
+    complete = 0
+    for _ in range(150):
+        chain = kv_manager.planned_chain(4)
+        complete += len(chain) == 4
+        assert not chain or not unsafe(kv_manager, chain)
+        for plan in [*chain, None][: generator.integers(1, 5)]:
+            assert kv_manager.holds_plan == (plan is not None)
+            step, _ = kv_manager.advance(token), other.advance(token)
+            assert step.planned is plan
+            ours, theirs = (
+                [
+                    (row.codes, row.stored, code, x.starts, x.stops, len(x.slots))
+                    for row in one.sequences
+                    for code, x in row.streams.items()
+                ]
+                for one in (kv_manager, other)
+            )
+            assert ours == theirs
+    assert complete > 100
+    for one in (kv_manager, other):
+        one.release_spare()
+    assert {bits: pool.used for bits, pool in kv_manager.allocators.items()} == {
+        bits: pool.used for bits, pool in other.allocators.items()
+    }
 
 
 def begun(window: int = 32) -> KVCacheManager:
@@ -569,8 +626,8 @@ def test_a_steady_row_whose_slots_change(change: str) -> None:
     view = KVCacheManager(kv_manager.store, owns_slots=False)
     view.sequences[:] = kv_manager.sequences
     told, forks = view.planned(tokens), []
-    assert told is not None and view._planned_step is not None
-    assert told.steady is not None and not view._planned_step.rows
+    assert told is not None and view._planned
+    assert told.steady is not None and not view._planned[0].rows
     if change == "a fork":
         forks.append(kv_manager.fork())
     elif change == "spare slots released":

@@ -1,0 +1,180 @@
+"""Time decode steps of one sequence whose drafts are right with a given probability.
+
+python -m benchmarks.drafts [--models qwen3.5-9b] [--contexts 2048] [--drafts 1,2,3] [--right 0.7]
+
+Weights are random, so real drafts would always be wrong: all work of drafts is done, but a draft
+counts as right at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+import torch
+
+from benchmarks.cache_variants import VARIANTS, Decoder, Oscar
+from benchmarks.decode_step import WARM_UP, DecodeLoop, numbers, options_of, step_ms, sweep
+from benchmarks.profiling import allocated, release
+from benchmarks.record import Row, now, show
+from oscar_mm import OscarCache
+from oscar_mm.engine.sampling import Sampler
+from oscar_mm.fast_decode.draft_runner import DraftRunner
+from oscar_mm.fast_decode.drafts import Drafts
+from oscar_mm.fast_decode.graph_runner import GraphRunner
+from oscar_mm.tensor_parallel import TPGroup
+
+CONTEXTS, TINY_CONTEXTS, COUNTS = (2048,), (300,), (1, 2, 3)
+PASSES = 100
+BOUND = 1.5
+"""Minimum ratio of tokens per second with the best number of drafts to those without."""
+_STD = 0.02
+NOTES = [
+    "Random weights of the released shapes; caches are filled with random keys and values. "
+    "drafts 0: the decode loop of benchmarks.decode_step. Otherwise the tokens of "
+    f"{PASSES} passes by their time, from tokens on the host to the next ones there; steps between "
+    "them that cannot be planned ahead count too.",
+]
+
+
+class DraftLoop:
+    """Greedy passes with drafts of one sequence.
+
+    Args:
+        decoder: decoder with a module for drafts.
+        variant: kind of the cache.
+        context: tokens before the first pass.
+        count: drafts of a pass.
+        right: probability with which a draft counts as right.
+    """
+
+    def __init__(
+        self, decoder: Decoder, variant: Oscar, context: int, count: int, right: float
+    ) -> None:
+        self._cache = OscarCache(variant.policy, model=decoder.model)
+        room = variant.slots(context, (WARM_UP + PASSES) * (2 + count))
+        variant.store_prompt(self._cache, decoder, 1, context, room)
+        how = decoder.model, self._cache, decoder.axes, decoder.device
+        self._passes = DraftRunner(*how, count)
+        self._steps = GraphRunner(how[0], how[1], 1, *how[2:])
+        self._choose = Sampler([None] * (1 + count), decoder.device, TPGroup())
+        self._once = Sampler([None], decoder.device, TPGroup())
+        self._random, self._right, self._count = random.Random(0), right, count
+        self._device, self._token, self._position = decoder.device, 1, context
+
+    def step(self) -> int:
+        """Run a pass, and return the number of its tokens."""
+        verified = self._passes(self._token, self._position)
+        if verified is None:
+            self._steps.place([self._position])
+            ids = torch.tensor([self._token], device=self._device)
+            logits = self._steps(ids, torch.zeros(1, dtype=torch.bool))
+            [self._token] = self._once(logits).listed()
+            self._position += 1
+            return 1
+        tokens, accepted = self._choose(verified.logits).listed(), 0
+        verified.tokens.tolist()
+        while (
+            accepted < self._count and self._random.random() < self._right and self._passes.accept()
+        ):
+            accepted += 1
+        self._passes.finish()
+        self._token = tokens[accepted]
+        self._position += 1 + accepted
+        return 1 + accepted
+
+
+def add_random_drafts(decoder: Decoder) -> None:
+    """Give a decoder with random weights a module for drafts."""
+    inner = decoder.model.get_decoder()
+    with torch.device(decoder.device):
+        drafts = Drafts(inner)
+    for weight in drafts.parameters():
+        torch.nn.init.normal_(weight, std=_STD)
+    drafts.to(inner.norm.weight.dtype).eval().attach(inner)
+    decoder.attentions.append(drafts.layers[0].self_attn)
+
+
+def rows_of(decoder: Decoder, options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each context and number of drafts, beginning with none."""
+    variant = VARIANTS["compact-graph"]
+    assert isinstance(variant, Oscar)
+    decoder.model.set_attn_implementation({"text_config": variant.attention})
+    for count in (0, *options.drafts):
+        if count and Drafts.of(decoder.model) is None:
+            add_random_drafts(decoder)
+        for context in options.contexts:
+            row = {"model": decoder.name, "context": context, "drafts": count, "date": now()}
+            with torch.inference_mode():
+                yield row | _measured(decoder, variant, context, count, options.right)
+            release(decoder.device)
+
+
+def _measured(decoder: Decoder, variant: Oscar, context: int, count: int, right: float) -> Row:
+    if not count:
+        cache = variant.fill(decoder, 1, context, 60)
+        ms, _ = step_ms(DecodeLoop(cache, decoder.device, 1).step)
+        return {"ms": ms, "tokens": 1.0, "tokens_per_s": 1e3 / ms, "batch": 1, "way": "ordinary"}
+    loop = DraftLoop(decoder, variant, context, count, right)
+    for _ in range(WARM_UP):
+        loop.step()
+    allocated(decoder.device)  # Synchronizes.
+    begin = perf_counter()
+    tokens = sum(loop.step() for _ in range(PASSES))
+    seconds = perf_counter() - begin
+    return {
+        "ms": 1e3 * seconds / PASSES,
+        "tokens": tokens / PASSES,
+        "tokens_per_s": tokens / seconds,
+        "batch": 1,
+        "way": f"{count} drafts",
+    }
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print a table and verdicts."""
+    show(
+        "Passes with drafts",
+        ("model", "context", "drafts", "ms", "tokens", "tokens/s"),
+        (
+            (
+                *(str(x[name]) for name in ("model", "context", "drafts")),
+                *(f"{x[name]:.2f}" for name in ("ms", "tokens", "tokens_per_s")),
+            )
+            for x in rows
+        ),
+    )
+    for cell in dict.fromkeys((x["model"], x["context"]) for x in rows):
+        speeds = {
+            x["drafts"]: x["tokens_per_s"] for x in rows if (x["model"], x["context"]) == cell
+        }
+        best = max(speeds.values()) / speeds[0]
+        verdict = "met" if best >= BOUND else "NOT met"
+        print(f"{cell[0]}, {cell[1]:,}: {best:.2f}x, at least {BOUND}: {verdict}")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = options_of("drafts", __doc__, CONTEXTS)
+    parser.set_defaults(models=("qwen3.5-9b",))
+    parser.add_argument("--drafts", type=numbers, default=COUNTS, help="drafts of a pass")
+    parser.add_argument("--right", type=float, default=0.7, help="probability of a right draft")
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        options.contexts = TINY_CONTEXTS
+    return sweep(
+        "drafts",
+        arguments,
+        options,
+        NOTES,
+        lambda decoder, _: rows_of(decoder, options),
+        report,
+        ("model", "context", "drafts"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

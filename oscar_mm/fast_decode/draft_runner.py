@@ -1,0 +1,146 @@
+"""Draft runner: passes that add several tokens to a single row, if its drafts are right."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.states import StateChain
+from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.fast_decode.decoder import Capture, FastDecoder, Verified
+from oscar_mm.fast_decode.graph_runner import GraphInputs, graph_capture
+from oscar_mm.modality import Modality
+from oscar_mm.ops.decode_tables import upload
+
+DRAFTS = 3
+"""Drafts of a pass."""
+_TEXT = np.full((1, 1), int(Modality.TEXT), np.int8)
+_log = logging.getLogger("oscar_mm")
+
+
+class DraftRunner:
+    """Runs passes that draft the next tokens of a row and verify them.
+
+    A pass adds only its first token to the cache. Drafts write to slots that no token has, and
+    states to tensors of this object, so that nothing is left of drafts that are not accepted.
+
+    Args:
+        model: transformers model with ``Drafts``, which ``supports`` accepts, on one device.
+        cache: cache of the row.
+        axes: leading axes of the position ids, see ``GraphRunner``.
+        device: device of the model.
+        count: drafts of a pass, at least 1.
+        capture: see ``GraphRunner``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: OscarCache,
+        axes: tuple[int, ...],
+        device: torch.device,
+        count: int = DRAFTS,
+        capture: Capture | Literal["auto"] | None = "auto",
+    ) -> None:
+        self.count, self._cache, self._axes = count, cache, axes
+        self._layers = FastDecoder(model)
+        weight = model.get_input_embeddings().weight
+        self._ids = torch.zeros((1, 1), dtype=torch.long, device=device)
+        self._positions = torch.zeros(1 + count, dtype=torch.long, device=device)
+        self._positions = self._positions.view(*[1] * len(axes), -1, 1)
+        self._hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=device)
+        self._steps = [GraphInputs(cache, 1) for _ in range(1 + count)]
+        self._states = StateChain(1 + count)
+        self._capture = graph_capture(self._layers.devices) if capture == "auto" else capture
+        self._replay: Callable[[], Verified] | None = None
+        self._version: object = None
+        self._verified: Verified | None = None
+        self._accepted = 0
+        """Tokens of the pass that are in the cache."""
+
+    def __call__(self, token: int, position: int) -> Verified | None:
+        """Draft tokens and compute the logits after each, which a later pass overwrites.
+
+        Args:
+            token: last token of the row, which is not in the cache.
+            position: its RoPE position.
+
+        Returns:
+            None if the cache cannot plan so many steps ahead; an ordinary step must follow.
+        """
+        steps = self._planned()
+        if steps is None:
+            return None
+        if self._cache.hidden is not None:
+            self._hidden.copy_(self._cache.hidden)
+            self._cache.hidden = None
+        numbers = np.array([token, *range(position, position + 1 + self.count)], np.int64)
+        inputs = upload(numbers, self._ids.device)
+        self._ids.copy_(inputs[:1, None])
+        self._positions.copy_(inputs[1:].view(self._positions.shape))
+        [row] = self._cache.state_rows()
+        assert row is not None
+        self._states.begin(row)
+        with self._cache.trying(steps):
+            self._verified = self._run()
+        self._accepted = 0
+        if not self.accept():
+            raise RuntimeError("the cache has changed during a pass")
+        return self._verified
+
+    def accept(self) -> bool:
+        """Add the next token of the pass to the cache.
+
+        Returns:
+            Whether that is possible; if not, the token must be the first of the next pass.
+        """
+        if not self._cache.kv_manager.holds_plan:
+            return False
+        self._cache.replayed(self._cache.begin(_TEXT))
+        self._accepted += 1
+        return True
+
+    def finish(self) -> None:
+        """End the pass: its accepted tokens change the states."""
+        assert self._verified is not None
+        last = self._accepted - 1
+        self._states.commit(last)
+        self._hidden.copy_(self._verified.hidden[last : last + 1])
+
+    def _planned(self) -> list[StepPlan] | None:
+        """Plan a step for each token; None if that is not possible."""
+        self._cache.check_complete()
+        steps = self._cache.kv_manager.planned_chain(1 + self.count)
+        if len(steps) <= self.count:
+            return None
+        self._cache.store.reserve()
+        if self._capture is None:
+            return steps
+        fits = all(one.takes_ahead(step) for one, step in zip(self._steps, steps, strict=True))
+        return steps if fits else None
+
+    def _run(self) -> Verified:
+        if self._capture is None or not all(one.is_ready for one in self._steps):
+            return self._verify()
+        version = tuple(one.version for one in self._steps)
+        if version != self._version:
+            self._replay = None  # Release its memory before the next capture.
+            self._version, steps = version, self._cache.chain
+            try:
+                self._replay = self._capture(self._verify, self._ids.device)
+            except Exception as error:
+                _log.info("drafts run eagerly: %s", error.__context__ or error)
+                self._capture = None
+            self._cache.chain = steps
+            for step in steps:
+                step.restart()
+        return self._verify() if self._replay is None else self._replay()
+
+    def _verify(self) -> Verified:
+        positions = self._positions.expand(*self._axes, -1, 1)
+        return self._layers.verified(self._ids, positions, self._hidden, self._cache, self._states)

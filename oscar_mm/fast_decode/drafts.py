@@ -1,0 +1,165 @@
+"""Drafts: the next tokens as a checkpoint's own small module (MTP) guesses them.
+
+Qwen3.5 was trained with a module that reads the decoder's output for a token and the embedding of
+the next token, and predicts the token after that::
+
+    x_i = fc([norm(embedding of token i), norm(decoder output for token i - 1)])
+    draft of token i + 1 = argmax(head(norm(layer(x_0, ..., x_i))))
+
+``layer`` is a decoder layer with attention. Its keys and values belong to the same tokens as those
+of the decoder, so they are one more layer of the cache, with the same slots: they are packed,
+cropped, forked and saved with the others. Only the answer's speed depends on drafts, not its
+tokens: each draft is compared with the token that the model itself chooses.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from oscar_mm.cache.cache import OscarCache, cache_of
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
+from oscar_mm.fast_decode.hybrid_layers import GatedLayer
+from oscar_mm.fast_decode.layers import Product
+
+_NAME = "oscar_drafts"
+_PIECE = 1 << 13
+"""Maximum number of prompt tokens that are projected at a time."""
+
+
+class Drafts(nn.Module):
+    """Weights of a Qwen3.5 checkpoint's module for drafts, named as in the checkpoint.
+
+    Args:
+        decoder: decoder of transformers, whose layers have the same shapes.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        config = copy.copy(decoder.config)
+        config.layer_types = [*config.layer_types, "full_attention"]
+        self.index = config.num_hidden_layers
+        """Index of the layer in the cache."""
+        width, norm = config.hidden_size, type(decoder.norm)
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.pre_fc_norm_embedding = norm(width, eps=config.rms_norm_eps)
+        self.pre_fc_norm_hidden = norm(width, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([type(decoder.layers[0])(config, self.index)])
+        self.norm = norm(width, eps=config.rms_norm_eps)
+
+    @staticmethod
+    def of(model: Any) -> Drafts | None:
+        """Return the module of a transformers model for generation; None if it has none."""
+        return getattr(model.get_decoder(), _NAME, None)
+
+    def attach(self, decoder: Any) -> None:
+        """Make ``of`` return this module, and store its keys and values of each prompt."""
+        setattr(decoder, _NAME, self)
+        decoder.register_forward_hook(_store_prompt, with_kwargs=True)
+
+
+class FastDrafts:
+    """Launches of the module for drafts.
+
+    Args:
+        drafts: weights.
+    """
+
+    def __init__(self, drafts: Drafts) -> None:
+        self.index = drafts.index
+        self._layer = GatedLayer.of(drafts.layers[0])
+        self._join = Product.of(drafts.fc, dtype=drafts.norm.weight.dtype)
+        self.norm, self._embedding_norm, self._hidden_norm = (
+            CenteredNorm(one.weight, one.eps)
+            for one in (drafts.norm, drafts.pre_fc_norm_embedding, drafts.pre_fc_norm_hidden)
+        )
+
+    def follow(self, cache: OscarCache) -> bool:
+        """Return whether the cache has the keys and values of all tokens before the current
+        step."""
+        known = None if cache.step is None else cache.step.layers
+        return known is None or self.index in known
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        cache: OscarCache,
+    ) -> torch.Tensor:
+        """Store a token of each row, and return the layer's output, (rows, hidden size).
+
+        Args:
+            hidden: (rows, hidden size): output of the decoder for the tokens before, or, for a
+                second draft, normalized output of this module.
+            embedded: (rows, hidden size): embeddings of the tokens.
+            cosine, sine: (rows, head_dim).
+            cache: cache of the rows.
+        """
+        rows = self._joined(hidden, embedded)
+        return self._layer(rows, cosine, sine, cache)
+
+    def keys_and_values(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Return keys and values, (tokens, KV heads, head_dim) each; see ``__call__``."""
+        turned = self._layer.turned(self._joined(hidden, embedded), cosine, sine)
+        return [side.contiguous() for side in turned[1:]]
+
+    def store(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        cache: OscarCache,
+    ) -> None:
+        """Store tokens without a draft of the next ones; see ``__call__``.
+
+        Args:
+            hidden, embedded: (batch, tokens, hidden size).
+            cosine, sine: (batch * tokens, head_dim).
+        """
+        rows = (*(x.flatten(0, 1) for x in (hidden, embedded)), cosine, sine)
+        split = (x.split(_PIECE) for x in rows)
+        parts = [self.keys_and_values(*part) for part in zip(*split, strict=True)]
+        sides = (torch.cat(side) for side in zip(*parts, strict=True))
+        batch = len(hidden)
+        keys, values = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in sides)
+        cache.store_only(keys, values, self.index)
+
+    def _joined(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        both = self._embedding_norm.at_once(embedded), self._hidden_norm.at_once(hidden)
+        return self._join(torch.cat(both, -1))
+
+
+@torch.no_grad()
+def _store_prompt(decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of the decoder: store what drafts read of a prompt."""
+    cache, drafts = cache_of(kwargs), getattr(decoder, _NAME)
+    fast = FastDrafts(drafts)
+    if not isinstance(cache, OscarCache) or not fast.follow(cache):
+        return
+    hidden, embedded = output.last_hidden_state, kwargs.get("inputs_embeds")
+    if embedded is None:
+        embedded = decoder.embed_tokens(kwargs["input_ids"])
+    positions, (batch, tokens, _) = kwargs.get("position_ids"), hidden.shape
+    if positions is None:
+        past = cache.get_seq_length() - tokens
+        positions = torch.arange(past, past + tokens, device=hidden.device).expand(batch, -1)
+    cosine, sine = decoder.rotary_emb(hidden, positions[-3:] if positions.ndim == 3 else positions)
+    cosine, sine = (x.expand(batch, tokens, -1).flatten(0, 1) for x in (cosine, sine))
+    first = hidden.new_zeros(batch, 1, hidden.shape[2])
+    if cache.hidden is not None and batch == 1:
+        first[:, 0] = cache.hidden
+    before = torch.cat([first, hidden[:, :-1]], 1)
+    fast.store(before, embedded, cosine, sine, cache)
+    cache.hidden = hidden[:, -1] if batch == 1 else None

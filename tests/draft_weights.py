@@ -1,0 +1,81 @@
+"""Modules for drafts of tiny checkpoints, and drafts that are right or wrong on purpose."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from oscar_mm.engine.decode_runner import DecodeRunner, RequestState
+from oscar_mm.fast_decode.decoder import FastDecoder
+from oscar_mm.fast_decode.drafts import Drafts
+
+
+def with_drafts(source: Path, folder: Path, *, seed: int = 0, experts_apart: bool = False) -> Path:
+    """A copy of a checkpoint with random weights ``mtp.*``, those of each expert alone if asked."""
+    shutil.copytree(source, folder)
+    decoder = AutoModelForImageTextToText.from_pretrained(source).get_decoder()
+    drafts = Drafts(decoder)
+    generator = torch.Generator().manual_seed(seed)
+    own = {
+        f"mtp.{name}": 0.1 * torch.randn(weight.shape, generator=generator)
+        for name, weight in drafts.state_dict().items()
+    }
+    for name in [name for name in own if experts_apart and ".experts." in name]:
+        rows = own.pop(name)
+        before, kinds = name.rsplit(".", 1)[0], ("gate_proj", "up_proj")
+        for number, weight in enumerate(rows):
+            parts = (
+                zip(kinds, weight.chunk(2), strict=True)
+                if "gate_up" in name
+                else [("down_proj", weight)]
+            )
+            own |= {f"{before}.{number}.{kind}.weight": part.contiguous() for kind, part in parts}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | own, file, metadata={"format": "pt"})
+    return folder
+
+
+class Oracle:
+    """Makes drafts those of a known answer, except at some of its tokens.
+
+    Args:
+        answer: ids of the answer without drafts.
+        wrong: indices of tokens whose drafts are to be wrong.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, answer: Sequence[int], wrong: Sequence[int] = ()
+    ) -> None:
+        self.passes = 0
+        padded = [*answer, *[0] * 8]
+        drafts = [abs(x - 1) if place in wrong else x for place, x in enumerate(padded)]
+        known: dict[Any, torch.Tensor] = {}
+        place = 0
+
+        def step(runner: Any, row: RequestState, run: Any = DecodeRunner._step_drafted) -> bool:
+            start, device = len(row.tokens), runner._device
+            own = known.setdefault(device, torch.zeros(8, dtype=torch.long, device=device))
+            own.copy_(torch.tensor(drafts[start : start + 8]))
+            self.passes += 1
+            return run(runner, row)
+
+        def verified(decoder: Any, *given: Any, run: Any = FastDecoder.verified) -> Any:
+            nonlocal place
+            place = 0
+            return run(decoder, *given)
+
+        def draft(decoder: Any, rows: torch.Tensor, drafts: Any) -> torch.Tensor:
+            nonlocal place
+            place += 1
+            return known[rows.device][place - 1 : place]
+
+        monkeypatch.setattr(DecodeRunner, "_step_drafted", step)
+        monkeypatch.setattr(FastDecoder, "verified", verified)
+        monkeypatch.setattr(FastDecoder, "draft", draft)

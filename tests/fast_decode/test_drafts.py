@@ -1,0 +1,354 @@
+"""Answers with drafts, against those without, and drafts against transformers' modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
+
+from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm.engine.decode_runner import DecodeRunner, RequestState
+from oscar_mm.engine.grammar import Grammar
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prefill import read_prompt
+from oscar_mm.engine.sampling import Sampling
+from oscar_mm.fast_decode import draft_runner
+from oscar_mm.fast_decode.decoder import FastDecoder, Verified
+from oscar_mm.fast_decode.draft_runner import DraftRunner
+from oscar_mm.fast_decode.drafts import Drafts
+from oscar_mm.media.media import Media
+from tests.draft_weights import Oracle, with_drafts
+from tests.fast_decode.test_graph_runner import Repeat
+from tests.pipelines.conftest import NEVER
+from tests.prompts import noise
+from tests.tiny_qwen3_5 import qwen3_5
+
+LENGTH = 100
+QUESTION = "Tell me about the pages of the cache."
+
+
+@pytest.fixture(scope="module")
+def dense(qwen3_5_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_drafts(qwen3_5_folder, tmp_path_factory.mktemp("drafts") / "dense")
+
+
+@pytest.fixture(scope="module")
+def moe(qwen3_5_moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_drafts(
+        qwen3_5_moe_folder, tmp_path_factory.mktemp("drafts") / "moe", experts_apart=True
+    )
+
+
+@pytest.fixture(scope="module")
+def drafting(dense: Path) -> OscarVLPipeline:
+    return pipeline(dense, drafts=True)
+
+
+@pytest.fixture(scope="module")
+def plain(dense: Path) -> OscarVLPipeline:
+    return pipeline(dense)
+
+
+def pipeline(folder: Path, policy: str = "compact", **options: Any) -> OscarVLPipeline:
+    pipe = OscarVLPipeline(folder, policy=policy, **{"device": "cpu"} | options)
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+def ids(pipe: OscarVLPipeline, **options: Any) -> list[int]:
+    return pipe([], QUESTION, **{"max_new_tokens": LENGTH} | options).token_ids
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_answers_are_those_without_drafts(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = request.getfixturevalue(kind)
+    expected, pipe = ids(pipeline(folder)), pipeline(folder, drafts=True)
+    assert ids(pipe) == expected
+    for wrong in ((), range(0, LENGTH, 3)):
+        with monkeypatch.context() as patch:
+            oracle = Oracle(patch, expected, wrong)
+            answer = pipe([], QUESTION, max_new_tokens=LENGTH)
+        assert answer.token_ids == expected
+        assert oracle.passes < LENGTH * (0.7 if wrong else 0.45)
+        assert LENGTH * 0.4 < answer.accepted_drafts <= answer.drafts
+        assert (answer.drafts - answer.accepted_drafts > LENGTH // 4) == bool(wrong)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "channel", "compact"])
+def test_captured_passes(policy: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes on fixed tables, as graphs read them; the same function again stands for a graph."""
+    repeat, expected = Repeat(), ids(pipeline(dense, policy))
+    pipe = pipeline(dense, policy, drafts=True)
+    monkeypatch.setattr(draft_runner, "graph_capture", lambda devices: repeat)
+    Oracle(monkeypatch, expected, range(0, LENGTH, 4))
+    assert ids(pipe) == expected
+    assert repeat.replays > LENGTH // 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.8, "seed": 6, "top_k": 20, "repetition_penalty": 1.3, "logprobs": 2},
+        {"temperature": 0.0, "presence_penalty": 1.0, "min_tokens": 20, "logit_bias": {7: 3.0}},
+    ],
+)
+def test_sampled_answers_are_those_without_drafts(
+    options: dict[str, Any],
+    drafting: OscarVLPipeline,
+    plain: OscarVLPipeline,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    how = {"max_new_tokens": 60} | options
+    expected = plain([], QUESTION, **how)
+    Oracle(monkeypatch, expected.token_ids, range(0, LENGTH, 4))
+    found = drafting([], QUESTION, **how)
+    assert found.token_ids == expected.token_ids and found.accepted_drafts > 15
+    for one, other in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=0.02)
+
+
+class Known:
+    """Stands for a ``DraftRunner`` whose drafts and logits are known."""
+
+    def __init__(self, drafts: Sequence[int], logits: torch.Tensor) -> None:
+        self._verified = Verified(torch.tensor([0, *drafts]), logits, torch.zeros(1))
+        self.accepted = 0
+
+    def __call__(self, token: int, position: int) -> Verified:
+        return self._verified
+
+    def accept(self) -> bool:
+        self.accepted += 1
+        return True
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 0.7, "repetition_penalty": 2.0}]
+)
+def test_tokens_have_the_distribution_of_the_model(
+    options: dict[str, Any], drafting: OscarVLPipeline
+) -> None:
+    """Frequencies of the first three tokens, of which two had drafts; the penalty of a token
+    depends on whether a draft before it was right."""
+    logits, drafts, count = (
+        torch.tensor([[1.0, 0.4, -1.0], [-0.5, 0.2, 0.8], [0.3, 0, 1]]),
+        (1, 2),
+        3000,
+    )
+    runner = DecodeRunner(drafting.model, drafting.new_cache(), (4,), torch.device("cpu"))
+    found = Counter[tuple[int, ...]]()
+    torch.manual_seed(0)
+    for _ in range(count):
+        row = RequestState(Sampling(max_new_tokens=9, **options), torch.tensor([0]), 1, frozenset())
+        row.take(0)
+        runner.set_rows([row])
+        runner._drafts = Known(drafts, logits)
+        runner.step()
+        found[tuple(row.tokens[1:])] += 1
+    penalty, temperature = options.get("repetition_penalty", 1.0), options["temperature"]
+
+    def chances(seen: Sequence[int], place: int) -> list[float]:
+        own = logits[place].clone()
+        for token in {0, *seen}:
+            own[token] = own[token] / penalty if own[token] > 0 else own[token] * penalty
+        return (own / temperature).softmax(-1).tolist()
+
+    expected = dict[tuple[int, ...], float]()
+    prefix, reached = [], 1.0
+    for place in range(3):
+        for token, chance in enumerate(chances(prefix, place)):
+            if place == 2 or token != drafts[place]:
+                expected[*prefix, token] = reached * chance
+        if place < 2:
+            reached *= chances(prefix, place)[drafts[place]]
+            prefix.append(drafts[place])
+    assert found.keys() <= expected.keys() and sum(expected.values()) == pytest.approx(1)
+    for tokens, chance in expected.items():
+        deviation = (chance * (1 - chance) / count) ** 0.5
+        assert abs(found[tokens] / count - chance) < 4 * deviation, tokens
+
+
+def prompt_of(pipe: OscarVLPipeline) -> tuple[torch.Tensor, Any, Any]:
+    """Ids of a question, its cache and the logits after it."""
+    media = Media()
+    prompt, cache = pipe.family.prompt(first_turn(QUESTION, ()), media), pipe.new_cache()
+    logits = read_prompt(pipe.model, prompt, cache)
+    return prompt.inputs["input_ids"], cache, logits
+
+
+@torch.inference_mode()
+def test_passes_are_those_of_the_modules(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, drafts and what drafts read later, with some drafts accepted and others not, against
+    transformers' modules without a cache."""
+    pipe, outputs = pipeline(dense, "bf16", drafts=True), list[torch.Tensor]()
+    draft = FastDecoder.draft
+    monkeypatch.setattr(
+        FastDecoder,
+        "draft",
+        lambda decoder, rows, drafts: outputs.append(rows) or draft(decoder, rows, drafts),
+    )
+    tokens, cache, logits = prompt_of(pipe)
+    runner = DraftRunner(pipe.model, cache, (4,), torch.device("cpu"), 2)
+    for accepted in (0, 2, 1, 2, 0, 1):
+        tokens = torch.cat([tokens, logits.argmax(-1)[None]], 1)
+        known = tokens.shape[1]
+        outputs.clear()
+        verified = runner(int(tokens[0, -1]), known - 1)
+        assert verified is not None
+        tried = torch.cat([tokens, verified.tokens[None, 1:]], 1)
+        hidden, expected = decoded(pipe.model, tried)
+        torch.testing.assert_close(verified.logits, expected[known - 1 :], atol=2e-4, rtol=2e-4)
+        first = by_modules(pipe.model, tokens, hidden[:, : known - 1])
+        torch.testing.assert_close(outputs[0], first[-1:], atol=2e-4, rtol=2e-4)
+        normed = Drafts.of(pipe.model).norm(first[-1:])[None]
+        given = torch.cat([hidden[:, : known - 1], normed], 1)
+        second = by_modules(pipe.model, tried[:, : known + 1], given)
+        torch.testing.assert_close(outputs[1], second[-1:], atol=2e-4, rtol=2e-4)
+        for _ in range(accepted):
+            assert runner.accept()
+        runner.finish()
+        tokens = tried[:, : known + accepted]
+        logits = verified.logits[accepted : accepted + 1]
+    assert cache.get_seq_length() == tokens.shape[1]
+    hidden, _ = decoded(pipe.model, tokens)
+    stored, keys = cache.unpacked(Drafts.of(pipe.model).index)[0], list[torch.Tensor]()
+    by_modules(pipe.model, tokens, hidden[:, :-1], keys)
+    torch.testing.assert_close(stored, keys[0], atol=2e-4, rtol=2e-4)
+
+
+def decoded(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decoder's (1, tokens, channels) output and the (tokens, vocabulary) logits."""
+    output = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+    return output, model.get_output_embeddings()(output)[0]
+
+
+def by_modules(
+    model: Any, tokens: torch.Tensor, hidden: torch.Tensor, keys: list[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Output of the drafts' layer, (tokens, channels), for outputs of the decoder before each."""
+    decoder, drafts = model.get_decoder(), Drafts.of(model)
+    before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden], 1)
+    embedded = drafts.pre_fc_norm_embedding(decoder.embed_tokens(tokens))
+    x = drafts.fc(torch.cat([embedded, drafts.pre_fc_norm_hidden(before)], -1))
+    places = torch.arange(tokens.shape[1])[None]
+    angles, [layer] = decoder.rotary_emb(x, places), drafts.layers
+    if keys is not None:
+        attention, heads = layer.self_attn, (1, x.shape[1], -1, layer.self_attn.head_dim)
+        own = attention.k_norm(attention.k_proj(layer.input_layernorm(x)).view(heads))
+        own = own.transpose(1, 2)
+        keys.append(apply_rotary_pos_emb(own, own, *angles)[1])
+    return layer(x, position_embeddings=angles, attention_mask=None)[0]
+
+
+def test_chats(drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path) -> None:
+    """Turns with media, undo, forks and saved chats."""
+    answers = list[list[Any]]()
+    for pipe in (plain, drafting):
+        chat, found = pipe.chat("Be kind."), list[Any]()
+        how = {"max_new_tokens": 40}
+        found.append(chat.ask(QUESTION, images=[noise(64, 96)], **how))
+        found.append(chat.ask("And then?", **how))
+        chat.undo()
+        found.append(chat.ask("What else?", **how))
+        fork = chat.fork()
+        found += [one.ask("Why?", **how) for one in (fork, chat)]
+        chat.save(tmp_path / "chat")
+        found.append(pipe.load_chat(tmp_path / "chat").ask("Who?", **how))
+        found.append(chat.ask("Who?", **how))
+        (tmp_path / "chat").unlink()
+        answers.append([answer.token_ids for answer in found])
+        assert all(answer.drafts > 40 for answer in found) == (pipe is drafting)
+    assert answers[0] == answers[1]
+
+
+def test_drafts_of_one_request_only(
+    drafting: OscarVLPipeline, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests decode in steps; the one that is left goes on with drafts."""
+    streams = [
+        [
+            pipe.stream([], question, max_new_tokens=count)
+            for question, count in ((QUESTION, 60), ("Who are you?", 12))
+        ]
+        for pipe in (plain, drafting)
+    ]
+    answers = []
+    for long, short in streams:
+        next(iter(long))
+        answers += [[short.complete(), long.complete()]]
+    expected, found = answers
+    assert [x.token_ids for x in found] == [x.token_ids for x in expected]
+    short, long = found
+    assert short.drafts <= 12 and 60 < long.drafts < 3 * 55
+
+
+def test_no_drafts_under_a_grammar(drafting: OscarVLPipeline) -> None:
+    answer = drafting([], QUESTION, max_new_tokens=8, grammar=Grammar.regex("[a-z]{20}"))
+    assert answer.drafts == 0
+
+
+def changed(folder: Path, target: Path, change: Any) -> Path:
+    """A copy of a checkpoint whose weights ``change`` has changed."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    weights = load_file(target / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_refused_checkpoints(
+    dense: Path, moe: Path, qwen3_5_folder: Path, qwen3_vl_folder: Path, tmp_path: Path
+) -> None:
+    refused = {
+        "no weights mtp": qwen3_5_folder,
+        "leave the argument out": qwen3_vl_folder,
+        "mtp.norm.weight in .* has shape None": changed(
+            dense, tmp_path / "missing", lambda x: x.pop("mtp.norm.weight")
+        ),
+        r"mtp.fc.weight in .* has shape \(64, 64\), not \(64, 128\)": changed(
+            dense, tmp_path / "shape", lambda x: x.update({"mtp.fc.weight": torch.zeros(64, 64)})
+        ),
+        "cannot be read": changed(
+            moe, tmp_path / "expert", lambda x: x.pop("mtp.layers.0.mlp.experts.1.up_proj.weight")
+        ),
+    }
+    for text, folder in refused.items():
+        with pytest.raises(InputError, match=f"^drafts: .*{text}"):
+            pipeline(folder, drafts=True)
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("gpu")
+    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    qwen3_5(folder / "plain", seed=3, hidden_size=256, **heads)
+    return with_drafts(folder / "plain", folder / "drafts")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["compact", "bf16"])
+def test_answers_on_a_gpu(on_gpu: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answer whichever drafts are right, by graphs and by eager passes."""
+    how = {"device": "cuda", "dtype": "bfloat16", "policy": policy, "drafts": True}
+    expected = ids(pipeline(on_gpu, **how))
+    for wrong, eager in (((), False), (range(0, LENGTH, 3), False), ((), True)):
+        with monkeypatch.context() as patch:
+            if eager:
+                patch.setattr(draft_runner, "graph_capture", lambda devices: None)
+            oracle = Oracle(patch, expected, wrong)
+            assert ids(pipeline(on_gpu, **how)) == expected
+            assert oracle.passes < LENGTH * (0.8 if wrong else 0.5)
