@@ -55,7 +55,7 @@ class DraftLoop:
         self, decoder: Decoder, variant: Oscar, context: int, count: int, right: float
     ) -> None:
         self._cache = OscarCache(variant.policy, model=decoder.model)
-        room = variant.slots(context, (WARM_UP + PASSES) * (2 + count))
+        room = variant.slots(context, (2 * WARM_UP + PASSES) * (1 + count))
         variant.store_prompt(self._cache, decoder, 1, context, room)
         how = decoder.model, self._cache, decoder.axes, decoder.device
         self._passes = DraftRunner(*how, count)
@@ -69,14 +69,11 @@ class DraftLoop:
         """Run a pass, and return the number of its tokens."""
         verified = self._passes(self._token, self._position)
         if verified is None:
-            self._steps.place([self._position])
-            ids = torch.tensor([self._token], device=self._device)
-            logits = self._steps(ids, torch.zeros(1, dtype=torch.bool))
-            [self._token] = self._once(logits).listed()
-            self._position += 1
+            self.ordinary_step()
             return 1
+        drafts = verified.tokens.to("cpu", non_blocking=True)
         tokens, accepted = self._choose(verified.logits).listed(), 0
-        verified.tokens.tolist()
+        drafts.tolist()
         while (
             accepted < self._count and self._random.random() < self._right and self._passes.accept()
         ):
@@ -86,6 +83,13 @@ class DraftLoop:
         self._position += 1 + accepted
         return 1 + accepted
 
+    def ordinary_step(self) -> None:
+        """Run a step without drafts."""
+        self._steps.place([self._position])
+        ids = torch.tensor([self._token], device=self._device)
+        [self._token] = self._once(self._steps(ids, torch.zeros(1, dtype=torch.bool))).listed()
+        self._position += 1
+
 
 def add_random_drafts(decoder: Decoder) -> None:
     """Give a decoder with random weights a module for drafts."""
@@ -94,7 +98,8 @@ def add_random_drafts(decoder: Decoder) -> None:
         drafts = Drafts(inner)
     for weight in drafts.parameters():
         torch.nn.init.normal_(weight, std=_STD)
-    drafts.to(inner.norm.weight.dtype).eval().attach(inner)
+    drafts = drafts.to(inner.norm.weight.dtype).eval()
+    drafts.attach(inner, decoder.model.get_output_embeddings())
     decoder.attentions.append(drafts.layers[0].self_attn)
 
 
@@ -120,6 +125,7 @@ def _measured(decoder: Decoder, variant: Oscar, context: int, count: int, right:
         return {"ms": ms, "tokens": 1.0, "tokens_per_s": 1e3 / ms, "batch": 1, "way": "ordinary"}
     loop = DraftLoop(decoder, variant, context, count, right)
     for _ in range(WARM_UP):
+        loop.ordinary_step()
         loop.step()
     allocated(decoder.device)  # Synchronizes.
     begin = perf_counter()

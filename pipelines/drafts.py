@@ -59,7 +59,7 @@ def add_drafts(model: Any, source: str, options: Mapping[str, Any]) -> None:
     [place] = places
     drafts = drafts.to_empty(device=place).to(decoder.norm.weight.dtype).eval()
     drafts.load_state_dict(weights)
-    drafts.attach(decoder)
+    drafts.attach(decoder, model.get_output_embeddings())
 
 
 def _weights(source: str, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:

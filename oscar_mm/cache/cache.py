@@ -126,8 +126,6 @@ class OscarCache(Cache):
     """Spare linear-attention layers by layer index, see ``StateRow``."""
     to_spares: bool
     """Whether the current step writes states to spare layers."""
-    chain: Sequence[StepPlan]
-    """Steps that each layer carries out one after the other in the current pass, see ``trying``."""
     hidden: torch.Tensor | None
     """(1, hidden size) output of the decoder for the last token of a prompt, from which the first
     draft begins; None if it is not known."""
@@ -151,7 +149,7 @@ class OscarCache(Cache):
         self._expected = PendingModalities()
         self._warned = False
         self.marks, self.spares, self.to_spares = Marks(), {}, False
-        self.chain, self.hidden = (), None
+        self.hidden = None
         self._idle: frozenset[int] = frozenset()
         """Rows without a new token in the current step."""
         # Whether layers on a GPU have stored a prompt or pages since the last check.
@@ -400,22 +398,28 @@ class OscarCache(Cache):
         return step
 
     @contextmanager
-    def trying(self, steps: Sequence[StepPlan]) -> Iterator[None]:
+    def trying(self, step: StepPlan) -> Iterator[None]:
         """Within the block, the rows of a pass are consecutive tokens of the only row.
 
         Args:
-            steps: result of ``KVCacheManager.planned_chain``, one step for each token. None of them
-                counts until ``begin`` receives its token.
+            step: result of ``KVCacheManager.planned_chain``. None of its tokens counts until
+                ``begin`` receives it.
         """
-        before, self.chain = self.step, steps
-        for step in steps:
-            step.from_pages = step.follows = True
+        before, self.step = self.step, step
         try:
             yield
         finally:
-            self.step, self.chain = before, ()
-            for step in steps:
-                step.restart()
+            self.step = before
+            step.restart()
+
+    def pack_first(self) -> None:
+        """Pack the tokens of a chained step, before its first layer."""
+        step = self.step
+        if step is None or step.packs_at_end:
+            self.end_step()
+            return
+        for layer in self.packed_layers:
+            layer.pack_stored(step)
 
     def store_only(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int

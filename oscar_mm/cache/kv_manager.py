@@ -37,7 +37,7 @@ from oscar_mm.cache.block_table import (
 )
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.placement import TokenPlacer, real_tokens
-from oscar_mm.cache.step_plan import SteadyStep, StepPlan
+from oscar_mm.cache.step_plan import SteadyStep, StepPlan, chained
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.policy import PLAIN, Bits
@@ -271,39 +271,36 @@ class KVCacheManager:
         self._planned = [_PlannedStep(step, self.version, modalities.copy(), rows)]
         return step
 
-    def planned_chain(self, count: int) -> list[StepPlan]:
+    def planned_chain(self, count: int) -> StepPlan | None:
         """Plan ahead the next ``count`` text tokens of the only row, as ``planned`` plans one.
 
-        Each plan follows those before it, and takes effect when ``advance`` has received as many
-        tokens. What layers write for the first plan may be read by those for the others. None of
-        them writes to a slot that holds a stored token, unless the first plan has packed it.
+        ``advance`` then takes the tokens one by one; those that it does not receive leave no trace.
 
         Returns:
-            The plans, fewer than ``count`` if a further one would copy a page, grow a pool, or
-            write to a slot that another but the first has emptied.
+            A step with a row for each token. No row writes to a slot from which another reads a
+            stored token. None if a page must be copied, a pool must grow, or a token of the step
+            would have to be packed.
         """
         self.store.collect()
+        self._planned = []
         [sequence] = self.sequences
         self._keep_spare(sequence, count)
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
         number, changes, trims = self.version
-        table, length = sequence, len(sequence.codes)
-        chain, emptied = list[_PlannedStep](), set[int]()
+        chain, table, length = list[_PlannedStep](), sequence, len(sequence.codes)
         try:
-            while len(chain) < count:
-                version = number, changes + len(chain), trims
+            for place in range(count):
+                version = number, changes + place, trims
                 table, made = self._planned_after(table, free, version)
-                if made.step.copies or emptied & made.step.written:
-                    break
-                if chain:
-                    emptied |= made.step.sources()[PLAIN]
                 chain.append(made)
         except NoFreeSlotsError:
-            pass
+            return None
         finally:
             del sequence.codes[length:]  # The tables share them.
-        self._planned = chain
-        return [one.step for one in chain]
+        step = chained([one.step for one in chain])
+        if step is not None:
+            self._planned = chain
+        return step
 
     def _planned_after(
         self, table: SequenceTable, free: Mapping[Bits, DryRunSlots], version: tuple[int, ...]

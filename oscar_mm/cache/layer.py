@@ -196,7 +196,13 @@ class OscarLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan, *, beside: bool = False
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        step: StepPlan,
+        *,
+        beside: bool = False,
+        row: int | None = None,
     ) -> None:
         """Store a chunk's keys and values according to a step plan.
 
@@ -204,6 +210,7 @@ class OscarLayer(CacheLayerMixin):
             keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
             step: plan that says where the chunk's tokens are stored.
             beside: see ``oscar_mm.ops.append``.
+            row: the only row to store, of a chained step; None for all.
 
         Raises:
             FloatingPointError: see ``OscarCache.check_overflow``.
@@ -216,13 +223,15 @@ class OscarLayer(CacheLayerMixin):
             (x if x.stride(-1) == 1 else x.contiguous()).to(dtype) for x in (keys, values)
         )
         self.copy_pages(step)
-        if not step.packs_at_end:
+        if not (step.packs_at_end or step.chained):
             self.pack(keys, values, step)
         writes = step.writes_on(self.device)
         if writes is not None:
+            writes = writes if row is None else writes[row : row + 1]
             append(keys, values, self.recent.storage, writes, self.overflow, beside)
         self.cache.check_overflow(self, keys.shape[2])
-        step.finish(self.index)
+        if row is None:
+            step.finish(self.index)
 
     def copy_pages(self, step: StepPlan) -> None:
         """Copy the shared pages that a step fills."""
@@ -247,6 +256,12 @@ class OscarLayer(CacheLayerMixin):
                 *(keys, values, self.recent.storage, *of_bits, self.pages[bits].storage),
                 *(self.overflow, self.sigma, self.recipes[bits]),
             )
+
+    def pack_stored(self, step: StepPlan) -> None:
+        """Run a step's pack jobs, which read no new tokens, before the step."""
+        # New tokens are not packed, so any values can stand in for them.
+        some = self.recent.storage[:1, 0, :, None, :].expand(len(step.past), -1, -1, -1)
+        self.pack(some, some, step)
 
     def check_stored(self) -> None:
         """Check that no stored key or value was out of range; waits for the device.

@@ -161,7 +161,7 @@ class _ChunkAttention:
         arguments = DecodeArguments(*states, *plan.tables.of_past, *how)
         if plan.kernel is None:
             return decode_directly(arguments)
-        early = self.step.fixed is not None and not self.step.follows
+        early = self.step.fixed is not None and not self.step.chained
         return plan.kernel(arguments, early=early)
 
     def _plan(self, queries: torch.Tensor, keys: torch.Tensor, row: int | None) -> _Plan:
@@ -332,6 +332,8 @@ class LayerCall:
             sinks: (query heads,) float32, see ``oscar_mm.ops.sinks``.
         """
         layer, step, asked = self._layer, self._step, query.dtype
+        if step.chained:
+            layer.append(key, value, step)
         query = query.to(key.dtype)
         pictures = step.pictures() if getattr(module, TWO_WAY, False) else []
         if visible is not None and pictures:
@@ -349,7 +351,8 @@ class LayerCall:
                 *states, scale=scaling, enable_gqa=True
             ).nan_to_num()  # padding attends to nothing
         # A step that packs at its end never writes to a slot that it reads.
-        layer.append(key, value, step, beside=step.packs_at_end and not step.follows)
+        if not step.chained:
+            layer.append(key, value, step, beside=step.packs_at_end)
         return output.to(asked)
 
     def _with_later(

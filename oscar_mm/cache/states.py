@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -332,35 +331,34 @@ class StateChain:
     def __init__(self, count: int) -> None:
         self.tables = [StateTable() for _ in range(count)]
         self._after: list[dict[int, LinearLayer]] = []
-        self._layers: dict[int, LinearLayer] = {}
+        self._own: list[LinearLayer] = []
 
     def begin(self, row: StateRow) -> None:
         """Begin a pass that leaves the states of a row, the only one of its cache, as they are."""
-        self._layers = {i: x for i, x in enumerate(row.layers) if isinstance(x, LinearLayer)}
+        mine = {i: layer for i, layer in enumerate(row.layers) if isinstance(layer, LinearLayer)}
         if not self._after:
-            self._after = [
-                {i: layer.empty() for i, layer in self._layers.items()} for _ in self.tables
-            ]
-        layers = row.layers
+            self._after = [{i: x.empty() for i, x in mine.items()} for _ in self.tables]
+        self._own, layers = list(mine.values()), row.layers
         for table, after in zip(self.tables, self._after, strict=True):
             table.begin([StateRow(layers, after, 0)], to_spares=True)
             layers = [after.get(index) for index in range(len(row.layers))]
 
-    def commit(self, last: int) -> None:
-        """Copy the states after token ``last``, from 0, to the row, and end the pass."""
-        pairs = defaultdict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]](list)
-        after = self._after[last]
-        for index, layer in self._layers.items():
-            for target, source in zip(layer.states, after[index].states, strict=True):
-                pairs[target.dtype].append((target, source))
-        for same in pairs.values():
-            targets, sources = zip(*same, strict=True)
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-        self.end()
+    def copies(self) -> list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]]:
+        """Return, for each token, what to copy so that the row has the states after it: targets and
+        sources of the same dtype."""
+        targets = states_of(self._own)
+        places = {
+            dtype: [place for place, one in enumerate(targets) if one.dtype == dtype]
+            for dtype in dict.fromkeys(target.dtype for target in targets)
+        }
+        return [
+            [([targets[x] for x in same], [sources[x] for x in same]) for same in places.values()]
+            for sources in (states_of(after.values()) for after in self._after)
+        ]
 
     def end(self) -> None:
         """End the pass, and keep no state of the row alive."""
-        self._layers = {}
+        self._own = []
         for table in self.tables:
             table.end()
 

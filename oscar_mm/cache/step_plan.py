@@ -283,8 +283,9 @@ class StepPlan:
             whose layers are not yet known.
         fixed: fixed tensors for the tables of attention, ``pack_jobs`` and ``writes``; None to
             create new tables.
-        follows: whether a layer carries out another step of the same sequence immediately before
-            this one, so that no kernel may read what is stored before the preceding one has ended.
+        chained: whether the rows are consecutive tokens of one sequence, see
+            ``KVCacheManager.planned_chain``. Then all tokens to pack are packed before the first
+            layer, and each layer stores the new tokens before it attends.
     """
 
     copies: list[tuple[Bits, int, int]] = field(default_factory=list)
@@ -299,7 +300,7 @@ class StepPlan:
     steady: SteadyStep | None = None
     layers: frozenset[int] | None = None
     fixed: FixedTables | None = None
-    follows: bool = False
+    chained: bool = False
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
     # Index of each layer whose keys have arrived -> whether it has carried out the step.
     _progress: dict[int, bool] = field(default_factory=dict)
@@ -359,9 +360,9 @@ class StepPlan:
         return sorted([*self.pack_jobs, *self.steady.pack_jobs()], key=lambda one: one.row)
 
     @property
-    def written(self) -> set[int]:
+    def written(self) -> list[int]:
         """16-bit slots of the new tokens."""
-        return set() if self.writes is None else set(self.writes[2].tolist())
+        return [] if self.writes is None else self.writes[2].tolist()
 
     def pictures(self) -> list[list[Span]]:
         """Return the runs of new image tokens of each row, padding not counted."""
@@ -439,6 +440,30 @@ class StepPlan:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def chained(steps: Sequence[StepPlan]) -> StepPlan | None:
+    """Return a step whose rows are consecutive tokens of a sequence.
+
+    Args:
+        steps: a step of a single row for each token.
+
+    Returns:
+        The step; None if a page must be copied, or one token's slot is read for another: a token
+        that is to be packed is in it, or was until then.
+    """
+    past = [row for one in steps for row in one.past]
+    whole = StepPlan(past=past, from_pages=True, chained=True)
+    writes = [(row, 0, int(slot)) for row, one in enumerate(steps) for slot in one.written]
+    written = {slot for _, _, slot in writes}
+    for row, one in enumerate(steps):
+        sources = [x for job in one.pack_jobs for x in (job.source, *job.begins.values())]
+        is_new = any((source >= 0).any() for source in sources)
+        if one.copies or is_new or len(one.written) != 1 or written & one.sources()[PLAIN]:
+            return None
+        whole.pack_jobs += [replace(job, row=row) for job in one.pack_jobs]
+    whole.writes = np.array(writes).T
+    return whole
 
 
 _MIN_ITEMS, _MIN_RECENTS = 64, 128

@@ -246,12 +246,14 @@ class DecodeRunner:
         if verified is None:
             return False
         self._tokens = None
-        row.drafted += len(verified.tokens) - 1
-        choices = self._choices(row, verified.logits)
-        for draft in (*verified.tokens[1:].tolist(), None):
-            token, row.next_logprob = next(choices)
+        drafts = verified.tokens[1:].to("cpu", non_blocking=True)
+        row.drafted += len(drafts)
+        for place, (token, logprob) in enumerate(self._choices(row, verified.logits)):
+            row.next_logprob = logprob
             row.take(token)
-            if row.ended or token != draft or not self._drafts.accept():
+            # With the first token, the drafts have arrived too.
+            is_right = place < len(drafts) and token == int(drafts[place])
+            if row.ended or not is_right or not self._drafts.accept():
                 break
             row.accepted += 1
         self._drafts.finish()

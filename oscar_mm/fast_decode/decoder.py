@@ -317,46 +317,29 @@ class FastDecoder:
             ids: (1, 1): last token of the row.
             positions: (1 + drafts, 1), or (axes, 1 + drafts, 1), see ``__call__``.
             hidden: (1, hidden size): output of the decoder for the token before.
-            cache: cache within ``OscarCache.trying``, with a step for each token.
+            cache: cache within ``OscarCache.trying``.
             states: states of the row after each token.
         """
-        drafts, tokens, steps = self._drafts, [ids[0]], cache.chain
+        drafts, tokens, outputs = self._drafts, [ids[0]], hidden
         assert drafts is not None
-        cosine, sine = self.angles(self.embed(ids).expand(len(steps), -1, -1), positions)
-        outputs = hidden
-        cache.chain = ()
-        for place, step in enumerate(steps[:-1]):
-            cache.step, turn = step, slice(place, place + 1)
-            rows = drafts(outputs, self._embed(tokens[-1]), cosine[turn], sine[turn], cache)
-            cache.end_step([drafts.index])
+        count = positions.shape[-2]
+        cosine, sine = self.angles(self.embed(ids).expand(count, -1, -1), positions)
+        cache.pack_first()
+        for place in range(count - 1):
+            angles = (x[place : place + 1] for x in (cosine, sine))
+            rows = drafts(outputs, self._embed(tokens[-1]), *angles, cache, place)
             tokens.append(self.draft(rows, drafts))
             outputs = drafts.norm.at_once(rows)
-        cache.chain = steps
         self._states.chain = states.tables
         rows = embedded = self._embed(torch.cat(tokens))
         for layer in self._parts[0].layers:
             rows = layer(rows, cosine, sine, cache)
-        outputs = self._norm.at_once(rows)
-        self._store_drafts(drafts, outputs, embedded, cosine, sine, cache)
         self._states.end()
+        outputs = self._norm.at_once(rows)
+        # The output for the token before each draft is known only now.
+        before = torch.cat([hidden, outputs[:-1]])[:, None]
+        drafts.store(before, embedded[:, None], cosine, sine, cache)
         return Verified(torch.cat(tokens), self.logits(rows), outputs)
-
-    def _store_drafts(
-        self,
-        drafts: FastDrafts,
-        outputs: torch.Tensor,
-        embedded: torch.Tensor,
-        cosine: torch.Tensor,
-        sine: torch.Tensor,
-        cache: OscarCache,
-    ) -> None:
-        """Store the drafts again, now that the output for the token before each is known."""
-        sides = drafts.keys_and_values(outputs[:-1], embedded[1:], cosine[1:], sine[1:])
-        for place, step in enumerate(cache.chain[1:]):
-            cache.step = step
-            keys, values = (side[place : place + 1].transpose(0, 1)[None] for side in sides)
-            cache.layers[drafts.index].append(keys, values, step)
-            cache.end_step([drafts.index])
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (batch, tokens per row, hidden size) embeddings of (batch, tokens per row) ids."""
@@ -382,6 +365,8 @@ class FastDecoder:
     def draft(self, rows: torch.Tensor, drafts: FastDrafts) -> torch.Tensor:
         """Return (rows,) drafts of the next tokens from (rows, hidden size) outputs of
         ``FastDrafts``."""
+        if drafts.head is not None:
+            return drafts.head(rows, norm=drafts.norm).argmax(-1)
         return self._head_of(rows, drafts.norm).argmax(-1)
 
     def _head_of(self, rows: torch.Tensor, norm: Norm | CenteredNorm) -> torch.Tensor:

@@ -54,12 +54,13 @@ class DraftRunner:
         self._positions = torch.zeros(1 + count, dtype=torch.long, device=device)
         self._positions = self._positions.view(*[1] * len(axes), -1, 1)
         self._hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=device)
-        self._steps = [GraphInputs(cache, 1) for _ in range(1 + count)]
+        self._steps = GraphInputs(cache, 1 + count)
         self._states = StateChain(1 + count)
         self._capture = graph_capture(self._layers.devices) if capture == "auto" else capture
         self._replay: Callable[[], Verified] | None = None
         self._version: object = None
         self._verified: Verified | None = None
+        self._copies: list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = []
         self._accepted = 0
         """Tokens of the pass that are in the cache."""
 
@@ -73,8 +74,8 @@ class DraftRunner:
         Returns:
             None if the cache cannot plan so many steps ahead; an ordinary step must follow.
         """
-        steps = self._planned()
-        if steps is None:
+        step = self._planned()
+        if step is None:
             return None
         if self._cache.hidden is not None:
             self._hidden.copy_(self._cache.hidden)
@@ -86,9 +87,11 @@ class DraftRunner:
         [row] = self._cache.state_rows()
         assert row is not None
         self._states.begin(row)
-        with self._cache.trying(steps):
-            self._verified = self._run()
-        self._accepted = 0
+        with self._cache.trying(step):
+            self._verified = self._run(step)
+        # Prepared while the device computes.
+        self._copies, self._accepted = self._states.copies(), 0
+        self._states.end()
         if not self.accept():
             raise RuntimeError("the cache has changed during a pass")
         return self._verified
@@ -109,36 +112,31 @@ class DraftRunner:
         """End the pass: its accepted tokens change the states."""
         assert self._verified is not None
         last = self._accepted - 1
-        self._states.commit(last)
+        for targets, sources in self._copies[last]:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        self._copies = []
         self._hidden.copy_(self._verified.hidden[last : last + 1])
 
-    def _planned(self) -> list[StepPlan] | None:
-        """Plan a step for each token; None if that is not possible."""
+    def _planned(self) -> StepPlan | None:
+        """Plan a step with a row for each token; None if that is not possible."""
         self._cache.check_complete()
-        steps = self._cache.kv_manager.planned_chain(1 + self.count)
-        if len(steps) <= self.count:
+        step = self._cache.kv_manager.planned_chain(1 + self.count)
+        if step is None:
             return None
         self._cache.store.reserve()
-        if self._capture is None:
-            return steps
-        fits = all(one.takes_ahead(step) for one, step in zip(self._steps, steps, strict=True))
-        return steps if fits else None
+        return step if self._capture is None or self._steps.fix(step) else None
 
-    def _run(self) -> Verified:
-        if self._capture is None or not all(one.is_ready for one in self._steps):
+    def _run(self, step: StepPlan) -> Verified:
+        if self._capture is None or not self._steps.is_ready:
             return self._verify()
-        version = tuple(one.version for one in self._steps)
-        if version != self._version:
-            self._replay = None  # Release its memory before the next capture.
-            self._version, steps = version, self._cache.chain
+        if self._version != self._steps.version:
+            self._replay, self._version = None, self._steps.version
             try:
                 self._replay = self._capture(self._verify, self._ids.device)
             except Exception as error:
                 _log.info("drafts run eagerly: %s", error.__context__ or error)
                 self._capture = None
-            self._cache.chain = steps
-            for step in steps:
-                step.restart()
+            step.restart()
         return self._verify() if self._replay is None else self._replay()
 
     def _verify(self) -> Verified:

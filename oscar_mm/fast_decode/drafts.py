@@ -21,9 +21,11 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache, cache_of
+from oscar_mm.cache.paged_attention import attend_stored
 from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.hybrid_layers import GatedLayer
 from oscar_mm.fast_decode.layers import Product
+from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
 
 _NAME = "oscar_drafts"
 _PIECE = 1 << 13
@@ -49,14 +51,24 @@ class Drafts(nn.Module):
         self.pre_fc_norm_hidden = norm(width, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([type(decoder.layers[0])(config, self.index)])
         self.norm = norm(width, eps=config.rms_norm_eps)
+        self.head: QuantizedLinear | None = None
+        """Output layer for drafts; None for that of the model."""
 
     @staticmethod
     def of(model: Any) -> Drafts | None:
         """Return the module of a transformers model for generation; None if it has none."""
         return getattr(model.get_decoder(), _NAME, None)
 
-    def attach(self, decoder: Any) -> None:
-        """Make ``of`` return this module, and store its keys and values of each prompt."""
+    def attach(self, decoder: Any, head: nn.Module) -> None:
+        """Make ``of`` return this module, and store its keys and values of each prompt.
+
+        Args:
+            decoder: decoder of the model.
+            head: output layer of the model; on a GPU, drafts use a copy in FP8, since reading its
+                weights takes most of the time of a draft.
+        """
+        if type(head) is nn.Linear and head.weight.is_cuda and head.weight.itemsize == 2:
+            self.head = QuantizedLinear.of(head, head.weight.device, 8)
         setattr(decoder, _NAME, self)
         decoder.register_forward_hook(_store_prompt, with_kwargs=True)
 
@@ -72,6 +84,9 @@ class FastDrafts:
         self.index = drafts.index
         self._layer = GatedLayer.of(drafts.layers[0])
         self._join = Product.of(drafts.fc, dtype=drafts.norm.weight.dtype)
+        head, dtype = drafts.head, drafts.norm.weight.dtype
+        self.head = None if head is None else Product.of(head, dtype=dtype)
+        """Output layer for drafts; None for that of the model."""
         self.norm, self._embedding_norm, self._hidden_norm = (
             CenteredNorm(one.weight, one.eps)
             for one in (drafts.norm, drafts.pre_fc_norm_embedding, drafts.pre_fc_norm_hidden)
@@ -90,18 +105,30 @@ class FastDrafts:
         cosine: torch.Tensor,
         sine: torch.Tensor,
         cache: OscarCache,
+        place: int,
     ) -> torch.Tensor:
-        """Store a token of each row, and return the layer's output, (rows, hidden size).
+        """Store a token of a chained step, and return the layer's output, (1, hidden size).
 
         Args:
-            hidden: (rows, hidden size): output of the decoder for the tokens before, or, for a
-                second draft, normalized output of this module.
-            embedded: (rows, hidden size): embeddings of the tokens.
-            cosine, sine: (rows, head_dim).
-            cache: cache of the rows.
+            hidden: (1, hidden size): output of the decoder for the token before, or, for a second
+                draft, normalized output of this module.
+            embedded: (1, hidden size): embedding of the token.
+            cosine, sine: (1, head_dim).
+            cache: cache within ``OscarCache.trying``.
+            place: row of the token in the step.
         """
         rows = self._joined(hidden, embedded)
-        return self._layer(rows, cosine, sine, cache)
+        asked, keys, values = self._layer.turned(rows, cosine, sine)
+        layer, step = cache.layers[self.index], cache.step
+        assert step is not None
+        # The tables are those of all rows: the others compute what nobody reads.
+        sides = [
+            side[:, :, None].expand(len(step.past), -1, -1, -1).contiguous()
+            for side in (asked[:, ::2], keys, values)
+        ]
+        layer.append(*sides[1:], step, row=place)
+        found = attend_stored(layer, *sides, self._layer.attention.scaling, step)
+        return self._layer.feed_forward(self._layer.gated(found[place].view(1, -1), asked, rows))
 
     def keys_and_values(
         self,

@@ -94,11 +94,9 @@ class GraphInputs:
             The step; None if it would copy a page, pack a full page, grow a pool or store nothing.
         """
         step = self._cache.kv_manager.planned(modalities)
-        return step if step is not None and self.takes_ahead(step) else None
-
-    def takes_ahead(self, step: StepPlan) -> bool:
-        """Fix a step that was planned ahead, see ``fix``, unless it would pack a full page."""
-        return not (step.pack_jobs and self._tables.packs_whole_pages) and self.fix(step)
+        if step is None or (step.pack_jobs and self._tables.packs_whole_pages):
+            return None
+        return step if self.fix(step) else None
 
     @contextmanager
     def dry_run(self, step: StepPlan) -> Iterator[None]:
@@ -121,9 +119,7 @@ class GraphInputs:
         Packing first is safe: these slots are not overwritten before the new token is stored.
         """
         for layer in self._cache.packed_layers:
-            # New tokens are not packed, so any values can stand in for them.
-            some = layer.recent.storage[:1, 0, :, None, :].expand(len(step.past), -1, -1, -1)
-            layer.pack(some, some, step)
+            layer.pack_stored(step)
         step.filled()
 
 

@@ -156,8 +156,19 @@ class GatedLayer(FastLayer):
         """Return the output of the attention block, see ``FastLayer.attended``."""
         asked, *others = self.turned(rows, cosine, sine)
         found = self.attend_to([asked[:, ::2], *others], batch, cache, mask)
-        gated = found * asked[:, 1::2].sigmoid().flatten(1)
-        return self.output(gated, residual=rows, in_place=in_place)
+        return self.gated(found, asked, rows, in_place=in_place)
+
+    def gated(
+        self,
+        found: torch.Tensor,
+        asked: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        in_place: bool = False,
+    ) -> torch.Tensor:
+        """Return the output of the attention block from that of attention and ``turned``."""
+        passed = found * asked[:, 1::2].sigmoid().flatten(1)
+        return self.output(passed, residual=rows, in_place=in_place)
 
     def turned(
         self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor

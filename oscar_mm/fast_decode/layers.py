@@ -242,23 +242,6 @@ class FastLayer(FeedForward):
         Args:
             sides: queries, keys and values, (tokens, heads, head_dim) each.
         """
-        if not cache.chain:
-            return self._attend_once(sides, batch, cache, mask)
-        found = list[torch.Tensor]()
-        for token, step in enumerate(cache.chain):
-            cache.step = step
-            own = [side[token : token + 1] for side in sides]
-            found.append(self._attend_once(own, 1, cache, None))
-            cache.end_step(self.cache_layers)
-        return torch.cat(found)
-
-    def _attend_once(
-        self,
-        sides: Sequence[torch.Tensor],
-        batch: int,
-        cache: OscarCache,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
         attention = self.attention
         query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in sides)
         key, value = cache.update(key, value, attention.layer_idx)
