@@ -9,10 +9,14 @@
 // cluster share a key head. They write its convolution state when all of them have read it, and add
 // up the squares of outputs for the norm.
 //
+// With TOKENS above 1, rows are consecutive tokens: those of a sequence share a thread block, which
+// reads the states before the first of them and writes those after each.
+//
 // Rounding is the same as in transformers' modules.
 //
 // Compiled with: KEYS, VALUES (channels of a head, multiples of 32), GROUP (value heads per key
-// head), CLUSTER (thread blocks per key head; 1 before sm_90), ELEMENT (__half, __nv_bfloat16).
+// head), CLUSTER (thread blocks per key head; 1 before sm_90), TOKENS (rows of a sequence), ELEMENT
+// (__half, __nv_bfloat16).
 
 #include "common/cluster.cuh"
 #include "common/overlap.cuh"
@@ -47,7 +51,7 @@ struct Params {
   const ELEMENT* gates;        // (rows, gates_stride): b and a of each value head
   const uint64_t* states;      // (4, rows): addresses of convolution states (channels, TAPS), of
                                // recurrent states (value heads, KEYS, VALUES), and of both after
-                               // the step, which may be the same; 0: no new token
+                               // the row's token, which may be the same; 0: no new token
   const ELEMENT* convolution;  // (channels, TAPS): weights
   const ELEMENT* decay;        // (value heads): logarithm of A
   const ELEMENT* bias;         // (value heads), added to a
@@ -130,22 +134,29 @@ extern "C" __global__ void
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
-  __shared__ float channels[TURNS * THREADS];  // queries, keys, values
-  __shared__ float decays[EACH], betas[EACH];
+  __shared__ float all_channels[TOKENS][TURNS * THREADS];  // queries, keys, values
+  __shared__ float decays[TOKENS][EACH], betas[TOKENS][EACH];
   __shared__ float4 partial[2][WARPS][LANES];
-  __shared__ float4 outputs[EACH * LANES];
-  __shared__ float squares[GROUP * SPLIT];
+  __shared__ float4 outputs[TOKENS][EACH * LANES];
+  __shared__ float squares[TOKENS][GROUP * SPLIT];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % LANES;
   const int key_head = blockIdx.x / CLUSTER, first = blockIdx.x % CLUSTER * EACH;
   const int first_head = key_head * GROUP, heads = gridDim.x / CLUSTER * GROUP;
-  const int row = blockIdx.y;
-  const auto address = [&](int kind) { return params.states[kind * gridDim.y + row]; };
-  const uint2* const windows = reinterpret_cast<const uint2*>(address(0));
-  const float* const state = reinterpret_cast<const float*>(address(1));
-  uint2* const next_windows = reinterpret_cast<uint2*>(address(2));
-  float* const next_state = reinterpret_cast<float*>(address(3));
+  const int first_row = blockIdx.y * TOKENS, rows = gridDim.y * TOKENS;
+  const auto address = [&](int kind, int token) {
+    return params.states[kind * rows + first_row + token];
+  };
+  const uint2* const windows = reinterpret_cast<const uint2*>(address(0, 0));
+  const float* const state = reinterpret_cast<const float*>(address(1, 0));
+  uint2* next_windows[TOKENS];
+  float* next_states[TOKENS];
+#pragma unroll
+  for (int token = 0; token < TOKENS; ++token) {
+    next_windows[token] = reinterpret_cast<uint2*>(address(2, token));
+    next_states[token] = reinterpret_cast<float*>(address(3, token));
+  }
   ELEMENT* const output =
-      params.output + (static_cast<int64_t>(row) * heads + first_head) * VALUES;
+      params.output + (static_cast<int64_t>(first_row) * heads + first_head) * VALUES;
   const bool has_token = windows != nullptr;
   // Place of a thread's first four numbers of an item in a recurrent state.
   const auto place = [&](int item) {
@@ -161,7 +172,7 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
   // No earlier kernel of this step writes to states or weights, so these reads need not wait: a
   // step begins with kernels that do not overlap with kernels of the previous step.
   float4 s[EACH > 1 ? 2 : 1][ROWS];
-  uint2 window[TURNS], weights[TURNS];
+  uint2 window[TOKENS][TURNS], weights[TURNS];  // of the convolution, after each token
   float rate = 0.0f, bias = 0.0f;
   const int own_head = (first + thread) / SPLIT;  // of the item of a thread below EACH
   if (has_token) {
@@ -171,7 +182,7 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
       const int number = turn * THREADS + thread;
       if (number >= CHANNELS) continue;
       const int channel = Channel(params, key_head, first, number).index;
-      window[turn] = windows[channel];
+      window[0][turn] = windows[channel];
       weights[turn] = reinterpret_cast<const uint2*>(params.convolution)[channel];
     }
     if (thread < EACH) {
@@ -182,60 +193,79 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
   let_next_begin();
   wait_for_previous();
   if (!has_token) {
-    for (int i = thread; i < EACH * COLUMNS; i += THREADS)
-      output[first * COLUMNS + i] = ELEMENT(0.0f);
+    for (int token = 0; token < TOKENS; ++token)
+      for (int i = thread; i < EACH * COLUMNS; i += THREADS)
+        output[token * heads * VALUES + first * COLUMNS + i] = ELEMENT(0.0f);
     return;
   }
 
-  const ELEMENT* const mixed = params.mixed + row * params.mixed_stride;
-  const ELEMENT* const gates = params.gates + row * params.gates_stride;
-  ELEMENT x[TURNS];
+  const auto mixed = [&](int token) {
+    return params.mixed + (first_row + token) * params.mixed_stride;
+  };
+  ELEMENT x[TOKENS][TURNS];
 #pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int number = turn * THREADS + thread;
-    if (number < CHANNELS) x[turn] = mixed[Channel(params, key_head, first, number).at];
-  }
-  if (thread < EACH) {
-    const float a = static_cast<float>(gates[params.a.at(key_head) + own_head]);
-    const float b = static_cast<float>(gates[params.b.at(key_head) + own_head]);
-    decays[thread] = expf(-expf(rate) * softplus(a + bias));
-    betas[thread] = rounded(sigmoid(b));
+  for (int token = 0; token < TOKENS; ++token) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int number = turn * THREADS + thread;
+      if (number < CHANNELS)
+        x[token][turn] = mixed(token)[Channel(params, key_head, first, number).at];
+    }
+    if (thread < EACH) {
+      const ELEMENT* const gates = params.gates + (first_row + token) * params.gates_stride;
+      const float a = static_cast<float>(gates[params.a.at(key_head) + own_head]);
+      const float b = static_cast<float>(gates[params.b.at(key_head) + own_head]);
+      decays[token][thread] = expf(-expf(rate) * softplus(a + bias));
+      betas[token][thread] = rounded(sigmoid(b));
+    }
   }
 #pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int number = turn * THREADS + thread;
-    if (number >= CHANNELS) continue;
-    const uint32_t bits = *reinterpret_cast<const unsigned short*>(&x[turn]);
-    // The oldest input leaves the window.
-    window[turn].x = __funnelshift_r(window[turn].x, window[turn].y, 16);
-    window[turn].y = window[turn].y >> 16 | bits << 16;
-    const float4 inputs = four(window[turn]), by = four(weights[turn]);
-    float sum = inputs.x * by.x;
-    sum = fmaf(inputs.y, by.y, sum);
-    sum = fmaf(inputs.z, by.z, sum);
-    sum = rounded(fmaf(inputs.w, by.w, sum));
-    channels[number] = rounded(sum * sigmoid(sum));
+  for (int token = 0; token < TOKENS; ++token) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int number = turn * THREADS + thread;
+      if (number >= CHANNELS) continue;
+      const uint32_t bits = *reinterpret_cast<const unsigned short*>(&x[token][turn]);
+      const uint2 before = window[token > 0 ? token - 1 : 0][turn];
+      // The oldest input leaves the window.
+      window[token][turn].x = __funnelshift_r(before.x, before.y, 16);
+      window[token][turn].y = before.y >> 16 | bits << 16;
+      const float4 inputs = four(window[token][turn]), by = four(weights[turn]);
+      float sum = inputs.x * by.x;
+      sum = fmaf(inputs.y, by.y, sum);
+      sum = fmaf(inputs.z, by.z, sum);
+      sum = rounded(fmaf(inputs.w, by.w, sum));
+      all_channels[token][number] = rounded(sum * sigmoid(sum));
+    }
   }
   __syncthreads();
   arrive();  // This thread block has read its part of the convolution state.
 
-  float query_squares = 0.0f, key_squares = 0.0f, product = 0.0f;
+  float of_keys[TOKENS], of_queries[TOKENS], products[TOKENS];
 #pragma unroll
-  for (int i = 0; i < KEYS; i += 32) {
-    const float q = channels[i + thread % 32], k = channels[KEYS + i + thread % 32];
-    query_squares = fmaf(q, q, query_squares);
-    key_squares = fmaf(k, k, key_squares);
-    product = fmaf(q, k, product);
+  for (int token = 0; token < TOKENS; ++token) {
+    const float* const channels = all_channels[token];
+    float query_squares = 0.0f, key_squares = 0.0f, product = 0.0f;
+#pragma unroll
+    for (int i = 0; i < KEYS; i += 32) {
+      const float q = channels[i + thread % 32], k = channels[KEYS + i + thread % 32];
+      query_squares = fmaf(q, q, query_squares);
+      key_squares = fmaf(k, k, key_squares);
+      product = fmaf(q, k, product);
+    }
+    of_keys[token] = rsqrtf(warp_sum(key_squares) + TINY);
+    of_queries[token] = rsqrtf(warp_sum(query_squares) + TINY) * rsqrtf(float(KEYS));
+    products[token] = warp_sum(product) * of_queries[token] * of_keys[token];
   }
-  const float of_key = rsqrtf(warp_sum(key_squares) + TINY);
-  const float of_query = rsqrtf(warp_sum(query_squares) + TINY) * rsqrtf(float(KEYS));
-  product = warp_sum(product) * of_query * of_key;
 
 #pragma unroll
-  for (int number = 0; number < EACH; ++number) {
+  for (int turn = 0; turn < EACH * TOKENS; ++turn) {
+    const int number = turn / TOKENS, token = turn % TOKENS;
     const int item = first + number;
     float4(&now)[ROWS] = s[number % 2 * (EACH > 1)];
-    if (number + 1 < EACH) load(s[(number + 1) % 2], item + 1);
+    if (token == 0 && number + 1 < EACH) load(s[(number + 1) % 2], item + 1);
+    const float* const channels = all_channels[token];
+    const float of_key = of_keys[token], of_query = of_queries[token];
     float4 by_key = {0.0f, 0.0f, 0.0f, 0.0f}, by_query = by_key;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -248,7 +278,8 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
       by_key = plus_shuffled(by_key, step);
       by_query = plus_shuffled(by_query, step);
     }
-    if (number > 0) __syncthreads();  // The sums of the previous item have been read.
+    // The sums of the previous item, or token, have been read.
+    if (turn > 0) __syncthreads();
     if (thread % 32 < LANES) {
       partial[0][warp][lane] = by_key;
       partial[1][warp][lane] = by_query;
@@ -260,14 +291,14 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
       add(by_key, partial[0][i][lane], 1.0f);
       add(by_query, partial[1][i][lane], 1.0f);
     }
-    const float decay = decays[number], beta = betas[number];
+    const float decay = decays[token][number], beta = betas[token][number];
     const float* const values = channels + 2 * KEYS + number * COLUMNS + lane * 4;
     float4 update;
     update.x = (values[0] - by_key.x * decay * of_key) * beta;
     update.y = (values[1] - by_key.y * decay * of_key) * beta;
     update.z = (values[2] - by_key.z * decay * of_key) * beta;
     update.w = (values[3] - by_key.w * decay * of_key) * beta;
-    float4* const next = reinterpret_cast<float4*>(next_state + place(item));
+    float4* const next = reinterpret_cast<float4*>(next_states[token] + place(item));
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       const float k = channels[KEYS + i * LINES + thread / LANES] * of_key;
@@ -278,46 +309,66 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
     if (thread < LANES) {
       float4 y = {0.0f, 0.0f, 0.0f, 0.0f};
       add(y, by_query, decay * of_query);
-      add(y, update, product);
-      outputs[number * LANES + lane] = {rounded(y.x), rounded(y.y), rounded(y.z), rounded(y.w)};
+      add(y, update, products[token]);
+      outputs[token][number * LANES + lane] = {rounded(y.x), rounded(y.y), rounded(y.z),
+                                               rounded(y.w)};
     }
   }
   __syncthreads();
 
-  // A thread finishes four columns.
+  // A thread finishes four columns of each token.
   const int item = first + thread / LANES, column = item % SPLIT * COLUMNS + lane * 4;
-  float4 y = {0.0f, 0.0f, 0.0f, 0.0f}, gate = y, by = y;
-  if (thread < EACH * LANES) {
-    y = outputs[thread];
-    by = four(*reinterpret_cast<const uint2*>(params.norm + column));
-    gate = four(*reinterpret_cast<const uint2*>(mixed + params.z.at(key_head) + item * COLUMNS +
-                                                lane * 4));
-  }
-  float sum = fmaf(y.x, y.x, fmaf(y.y, y.y, fmaf(y.z, y.z, y.w * y.w)));
+  const bool finishes = thread < EACH * LANES;
+  float sums[TOKENS];
+  uint2 weight = {0, 0}, gate_words[TOKENS];
+  if (finishes) weight = *reinterpret_cast<const uint2*>(params.norm + column);
 #pragma unroll
-  for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  for (int token = 0; token < TOKENS; ++token) {
+    float4 y = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (finishes) {
+      y = outputs[token][thread];
+      gate_words[token] = *reinterpret_cast<const uint2*>(
+          mixed(token) + params.z.at(key_head) + item * COLUMNS + lane * 4);
+    }
+    float sum = fmaf(y.x, y.x, fmaf(y.y, y.y, fmaf(y.z, y.z, y.w * y.w)));
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    sums[token] = sum;
+  }
   wait();  // All thread blocks of the cluster have read the convolution state.
-  if (thread < EACH * LANES)
-    for (int rank = lane; rank < CLUSTER; rank += LANES) store_at(&squares[item], rank, sum);
+  if (finishes) {
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token)
+      for (int rank = lane; rank < CLUSTER; rank += LANES)
+        store_at(&squares[token][item], rank, sums[token]);
+  }
   arrive();
 #pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int number = turn * THREADS + thread;
-    // Queries and keys are the same in all thread blocks of the cluster.
-    if (number < CHANNELS && (number >= 2 * KEYS || first == 0))
-      next_windows[Channel(params, key_head, first, number).index] = window[turn];
+  for (int token = 0; token < TOKENS; ++token) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int number = turn * THREADS + thread;
+      // Queries and keys are the same in all thread blocks of the cluster.
+      if (number < CHANNELS && (number >= 2 * KEYS || first == 0))
+        next_windows[token][Channel(params, key_head, first, number).index] = window[token][turn];
+    }
   }
   wait();
-  if (thread >= EACH * LANES) return;
-  sum = 0.0f;
+  if (!finishes) return;
+  const float4 by = four(weight);
 #pragma unroll
-  for (int part = 0; part < SPLIT; ++part) sum += squares[item / SPLIT * SPLIT + part];
-  const float scale = rsqrtf(sum / VALUES + params.epsilon);
-  uint2 words;
-  ELEMENT* found = reinterpret_cast<ELEMENT*>(&words);
-  found[0] = ELEMENT(rounded(rounded(y.x * scale) * by.x) * (gate.x * sigmoid(gate.x)));
-  found[1] = ELEMENT(rounded(rounded(y.y * scale) * by.y) * (gate.y * sigmoid(gate.y)));
-  found[2] = ELEMENT(rounded(rounded(y.z * scale) * by.z) * (gate.z * sigmoid(gate.z)));
-  found[3] = ELEMENT(rounded(rounded(y.w * scale) * by.w) * (gate.w * sigmoid(gate.w)));
-  *reinterpret_cast<uint2*>(output + item * COLUMNS + lane * 4) = words;
+  for (int token = 0; token < TOKENS; ++token) {
+    const float4 y = outputs[token][thread], gate = four(gate_words[token]);
+    float sum = 0.0f;
+#pragma unroll
+    for (int part = 0; part < SPLIT; ++part) sum += squares[token][item / SPLIT * SPLIT + part];
+    const float scale = rsqrtf(sum / VALUES + params.epsilon);
+    uint2 words;
+    ELEMENT* found = reinterpret_cast<ELEMENT*>(&words);
+    found[0] = ELEMENT(rounded(rounded(y.x * scale) * by.x) * (gate.x * sigmoid(gate.x)));
+    found[1] = ELEMENT(rounded(rounded(y.y * scale) * by.y) * (gate.y * sigmoid(gate.y)));
+    found[2] = ELEMENT(rounded(rounded(y.z * scale) * by.z) * (gate.z * sigmoid(gate.z)));
+    found[3] = ELEMENT(rounded(rounded(y.w * scale) * by.w) * (gate.w * sigmoid(gate.w)));
+    *reinterpret_cast<uint2*>(output + token * heads * VALUES + item * COLUMNS + lane * 4) = words;
+  }
 }

@@ -592,6 +592,7 @@ class OscarCache(Cache):
             twin.replayed(StepPlan())
         twin._expected, twin.unchecked = copy.copy(self._expected), self.unchecked
         twin._warned, twin.marks = self._warned, self.marks.fork()
+        twin.hidden = self.hidden
         return twin
 
     def take_layers(self, source: OscarCache) -> None:

@@ -184,13 +184,14 @@ class RowStates(NamedTuple):
             in place.
         addresses: (4, rows) int64 on the device: addresses of the convolution states, of the
             recurrent states, and of both after the step; 0 for a row without a new token.
-        are_new: whether the preceding kernel has written the states.
+        chained: whether the rows are consecutive tokens, see ``StateChain``: each begins with the
+            states after the row before.
     """
 
     layers: Sequence[LinearLayer | None]
     targets: Sequence[LinearLayer | None]
     addresses: torch.Tensor
-    are_new: bool = False
+    chained: bool = False
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -230,12 +231,17 @@ class StateTable:
         """``RowStates.addresses`` of all possible steps, (2, 2, layers, 4, rows), by source and
         target: 0 for the layers at the latest ``_write``, 1 for their spare layers."""
         self._written: list[_Identity] = []
-        self.chain: Sequence[StateTable] = ()
-        """Tables of the tokens of one row, which a pass computes one after the other."""
+        self._chained = False
         self._step: tuple[int, int] | None = None
         """Source and target of the step in ``_tables``."""
 
-    def begin(self, rows: Sequence[StateRow | None], *, to_spares: bool = False) -> None:
+    def begin(
+        self,
+        rows: Sequence[StateRow | None],
+        *,
+        to_spares: bool = False,
+        chained: bool = False,
+    ) -> None:
         """Write the addresses of the rows of a step, unless they are still the same.
 
         Args:
@@ -243,8 +249,9 @@ class StateTable:
                 has as many rows as the first.
             to_spares: whether the step writes to the spare layers, which exist, and leaves the
                 states as they are.
+            chained: see ``RowStates``.
         """
-        self._rows, self._to_spares = rows, to_spares
+        self._rows, self._to_spares, self._chained = rows, to_spares, chained
         if not self._places:
             self._allocate(next(filter(None, rows)).layers, len(rows))
         first = next(iter(self._places))
@@ -266,19 +273,11 @@ class StateTable:
             [None if row is None else row.layer(index, spare=spare) for row in self._rows]
             for spare in (False, self._to_spares)
         )
-        return RowStates(layers, targets, self._tables[device][place])
-
-    def turns(self, index: int) -> list[RowStates]:
-        """Return the states of a layer: those of all rows at once, or of one token after the
-        other."""
-        if not self.chain:
-            return [self.of(index)]
-        found = [table.of(index) for table in self.chain]
-        return [one._replace(are_new=place > 0) for place, one in enumerate(found)]
+        return RowStates(layers, targets, self._tables[device][place], self._chained)
 
     def end(self) -> None:
         """End the step, and keep no state alive."""
-        self._rows = self.chain = ()
+        self._rows = ()
 
     def _allocate(self, layers: Sequence[Any], rows: int) -> None:
         counts: dict[torch.device, int] = {}
@@ -329,24 +328,26 @@ class StateChain:
     """
 
     def __init__(self, count: int) -> None:
-        self.tables = [StateTable() for _ in range(count)]
+        self._count = count
         self._after: list[dict[int, LinearLayer]] = []
-        self._own: list[LinearLayer] = []
 
-    def begin(self, row: StateRow) -> None:
-        """Begin a pass that leaves the states of a row, the only one of its cache, as they are."""
-        mine = {i: layer for i, layer in enumerate(row.layers) if isinstance(layer, LinearLayer)}
+    def rows(self, row: StateRow) -> list[StateRow]:
+        """Return a row for each token: its layers are those after the token before.
+
+        Args:
+            row: states before the first token, the only row of its cache.
+        """
         if not self._after:
-            self._after = [{i: x.empty() for i, x in mine.items()} for _ in self.tables]
-        self._own, layers = list(mine.values()), row.layers
-        for table, after in zip(self.tables, self._after, strict=True):
-            table.begin([StateRow(layers, after, 0)], to_spares=True)
-            layers = [after.get(index) for index in range(len(row.layers))]
+            mine = {i: x for i, x in enumerate(row.layers) if isinstance(x, LinearLayer)}
+            self._after = [{i: x.empty() for i, x in mine.items()} for _ in range(self._count)]
+        later = [[after.get(index) for index in range(len(row.layers))] for after in self._after]
+        layers = [row.layers, *later[:-1]]
+        return [StateRow(own, after, 0) for own, after in zip(layers, self._after, strict=True)]
 
-    def copies(self) -> list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]]:
-        """Return, for each token, what to copy so that the row has the states after it: targets and
+    def copies(self, row: StateRow) -> list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]]:
+        """Return, for each token, what to copy so that ``row`` has the states after it: targets and
         sources of the same dtype."""
-        targets = states_of(self._own)
+        targets = states_of(row.layers[index] for index in self._after[0])
         places = {
             dtype: [place for place, one in enumerate(targets) if one.dtype == dtype]
             for dtype in dict.fromkeys(target.dtype for target in targets)
@@ -355,12 +356,6 @@ class StateChain:
             [([targets[x] for x in same], [sources[x] for x in same]) for same in places.values()]
             for sources in (states_of(after.values()) for after in self._after)
         ]
-
-    def end(self) -> None:
-        """End the pass, and keep no state of the row alive."""
-        self._own = []
-        for table in self.tables:
-            table.end()
 
 
 class Marks:

@@ -28,7 +28,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.states import StateChain, StateTable
+from oscar_mm.cache.states import StateRow, StateTable
 from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.drafts import Drafts, FastDrafts
 from oscar_mm.fast_decode.hybrid_layers import (
@@ -303,13 +303,21 @@ class FastDecoder:
         drafts.store(self._before[:, None], embedded, cosine, sine, cache)
         self._before.copy_(self._norm.at_once(rows))
 
+    @contextmanager
+    def chaining(self, rows: Sequence[StateRow]) -> Iterator[None]:
+        """Within the block, a pass uses the states of consecutive tokens, see ``StateChain``."""
+        self._states.begin(rows, to_spares=True, chained=True)
+        try:
+            yield
+        finally:
+            self._states.end()
+
     def verified(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
         cache: OscarCache,
-        states: StateChain,
     ) -> Verified:
         """Draft the next tokens of a single row, and compute the logits after each.
 
@@ -317,8 +325,7 @@ class FastDecoder:
             ids: (1, 1): last token of the row.
             positions: (1 + drafts, 1), or (axes, 1 + drafts, 1), see ``__call__``.
             hidden: (1, hidden size): output of the decoder for the token before.
-            cache: cache within ``OscarCache.trying``.
-            states: states of the row after each token.
+            cache: cache within ``OscarCache.trying``, and the states in ``chaining``.
         """
         drafts, tokens, outputs = self._drafts, [ids[0]], hidden
         assert drafts is not None
@@ -330,11 +337,9 @@ class FastDecoder:
             rows = drafts(outputs, self._embed(tokens[-1]), *angles, cache, place)
             tokens.append(self.draft(rows, drafts))
             outputs = drafts.norm.at_once(rows)
-        self._states.chain = states.tables
         rows = embedded = self._embed(torch.cat(tokens))
         for layer in self._parts[0].layers:
             rows = layer(rows, cosine, sine, cache)
-        self._states.end()
         outputs = self._norm.at_once(rows)
         # The output for the token before each draft is known only now.
         before = torch.cat([hidden, outputs[:-1]])[:, None]

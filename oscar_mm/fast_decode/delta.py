@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, Self
 
 import torch
 from torch.nn.functional import conv1d, silu, softplus
 
-from oscar_mm.cache.states import LinearLayer, RowStates, StateRow, StateTable
+from oscar_mm.cache.states import LinearLayer, RowStates, StateChain, StateRow, StateTable
 from oscar_mm.kernels.launch import (
     ELEMENTS,
     addresses,
@@ -160,15 +159,25 @@ class Specialization(NamedTuple):
     cluster: int
     """Thread blocks per key head."""
     dtype: torch.dtype
+    tokens: int = 1
+    """Number of consecutive rows that are tokens of a sequence."""
 
     @classmethod
-    def of(cls, shape: DeltaShape, dtype: torch.dtype, rows: int, device: torch.device) -> Self:
-        """Return the specialization for a number of rows: few rows are divided among many thread
-        blocks; with many rows, that would only make thread blocks load and wait more often."""
+    def of(
+        cls,
+        shape: DeltaShape,
+        dtype: torch.dtype,
+        rows: int,
+        device: torch.device,
+        tokens: int = 1,
+    ) -> Self:
+        """Return the specialization for a number of rows: few sequences are divided among many
+        thread blocks; with many, that would only make thread blocks load and wait more often."""
         sizes = cluster_sizes(shape.group, shape.values, architecture(device))
         most = _BLOCKS * multiprocessors(device)
-        few = [one for one in sizes if rows * shape.key_heads * one <= most]
-        return cls(shape.keys, shape.values, shape.group, max(few, default=sizes[0]), dtype)
+        few = [one for one in sizes if rows // tokens * shape.key_heads * one <= most]
+        cluster = max(few, default=sizes[0])
+        return cls(shape.keys, shape.values, shape.group, cluster, dtype, tokens)
 
     @property
     def macros(self) -> Macros:
@@ -208,10 +217,8 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
             epsilon,
         )
         blocks, stream = shape.key_heads * self.specialization.cluster, current_stream(self.device)
-        grid = (blocks, len(mixed), 1)
-        # The kernel reads states before it waits for the preceding kernel.
-        overlaps = not states.are_new
-        self._kernel.launch(grid, (THREADS, 1, 1), 0, params, stream, dependent=overlaps)
+        grid = (blocks, len(mixed) // self.specialization.tokens, 1)
+        self._kernel.launch(grid, (THREADS, 1, 1), 0, params, stream, dependent=True)
         return output
 
     @staticmethod
@@ -221,17 +228,21 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
         device: torch.device,
     ) -> float:
         """Return the largest relative error of an output or a state after two steps of three
-        rows, one of which has no token."""
-        keys, values, group, _, dtype = specialization
+        rows, one of which has no token, or of a sequence."""
+        keys, values, group, _, dtype, tokens = specialization
         shape, errors = DeltaShape(3, 3 * group, keys, values), list[float]()
+        chained = tokens > 1
+        rows, idle, kept = (tokens, None, 1) if chained else (3, 1, 2)
         for parts, in_place in ((shape.one_after_the_other, True), (shape.by_key_head, False)):
-            given = partial(sample, shape, parts, 3, dtype, device, idle=1, in_place=in_place)
-            found, expected = given(), given()
+            states = {"idle": idle, "in_place": in_place and not chained, "chained": chained}
+            found, expected = (
+                sample(shape, parts, rows, dtype, device, **states) for _ in range(2)
+            )
             for _ in range(2):
                 outputs = [
                     x.unflatten(1, (-1, values)) for x in (kernel(found), delta_by_torch(expected))
                 ]
-                errors.append(relative_error(*(x[::2] for x in outputs)))
+                errors.append(relative_error(*(x[::kept] for x in outputs)))
             for one, other in zip(found.states.results, expected.states.results, strict=True):
                 errors.append(relative_error(one.flatten(1), other.flatten(1)))
         return worst(errors)
@@ -246,6 +257,7 @@ def sample(
     idle: int | None = None,
     *,
     in_place: bool = True,
+    chained: bool = False,
 ) -> DeltaArguments:
     """Return random arguments, the same in each process.
 
@@ -257,6 +269,7 @@ def sample(
         device: device of all tensors.
         idle: a row without a new token; None for none.
         in_place: whether the states after the step replace those before it.
+        chained: whether the rows are consecutive tokens; not with ``in_place``.
     """
     random = random_normal(dtype, device)
     key_heads, value_heads, keys, values = shape
@@ -265,15 +278,18 @@ def sample(
         LinearLayer.of(
             random(1, channels, TAPS), random(1, value_heads, keys, values).float().div_(8)
         )
-        for _ in range(rows)
+        for _ in range(1 if chained else rows)
     ]
     cache_rows = [StateRow([layer], {}, 0) for layer in layers]
+    if chained:
+        cache_rows = StateChain(rows).rows(*cache_rows)
     for row in () if in_place else cache_rows:
         row.make_spares()
     table = StateTable()
     table.begin(
         [None if place == idle else row for place, row in enumerate(cache_rows)],
         to_spares=not in_place,
+        chained=chained,
     )
     return DeltaArguments(
         random(rows, channels + value_heads * values),
@@ -315,7 +331,8 @@ def _kernel_for(arguments: DeltaArguments) -> DeltaKernel | None:
     )
     if not takes:
         return None
-    made = Specialization.of(shape, mixed.dtype, len(mixed), mixed.device)
+    tokens = len(mixed) if states.chained else 1
+    made = Specialization.of(shape, mixed.dtype, len(mixed), mixed.device, tokens)
     return DeltaKernel.of(made, mixed.device)
 
 

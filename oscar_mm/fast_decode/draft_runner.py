@@ -86,12 +86,10 @@ class DraftRunner:
         self._positions.copy_(inputs[1:].view(self._positions.shape))
         [row] = self._cache.state_rows()
         assert row is not None
-        self._states.begin(row)
-        with self._cache.trying(step):
+        with self._cache.trying(step), self._layers.chaining(self._states.rows(row)):
             self._verified = self._run(step)
         # Prepared while the device computes.
-        self._copies, self._accepted = self._states.copies(), 0
-        self._states.end()
+        self._copies, self._accepted = self._states.copies(row), 0
         if not self.accept():
             raise RuntimeError("the cache has changed during a pass")
         return self._verified
@@ -141,4 +139,4 @@ class DraftRunner:
 
     def _verify(self) -> Verified:
         positions = self._positions.expand(*self._axes, -1, 1)
-        return self._layers.verified(self._ids, positions, self._hidden, self._cache, self._states)
+        return self._layers.verified(self._ids, positions, self._hidden, self._cache)

@@ -189,4 +189,4 @@ def _store_prompt(decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any
         first[:, 0] = cache.hidden
     before = torch.cat([first, hidden[:, :-1]], 1)
     fast.store(before, embedded, cosine, sine, cache)
-    cache.hidden = hidden[:, -1] if batch == 1 else None
+    cache.hidden = hidden[:, -1].clone() if batch == 1 else None

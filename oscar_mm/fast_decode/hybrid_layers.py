@@ -123,20 +123,14 @@ class DeltaLayer(FeedForward):
         else:
             x = self.mixer_norm.at_once(rows)
             mixed, gates = self.mixed(x), self.gates(x)
-        turns = self.table.turns(self.index)
-        parts = zip(mixed.tensor_split(len(turns)), gates.tensor_split(len(turns)), strict=True)
-        found = [
-            delta(
-                DeltaArguments(
-                    *(*part, states, self.convolution),
-                    *(mixer.A_log, mixer.dt_bias, norm.weight, norm.variance_epsilon),
-                    *(self.shape, self.parts_of_heads),
-                )
+        found = delta(
+            DeltaArguments(
+                *(mixed, gates, self.table.of(self.index), self.convolution),
+                *(mixer.A_log, mixer.dt_bias, norm.weight, norm.variance_epsilon),
+                *(self.shape, self.parts_of_heads),
             )
-            for part, states in zip(parts, turns, strict=True)
-        ]
-        joined = found[0] if len(found) == 1 else torch.cat(found)
-        return self.feed_forward(self.output(joined, residual=rows, in_place=True))
+        )
+        return self.feed_forward(self.output(found, residual=rows, in_place=True))
 
 
 class GatedLayer(FastLayer):

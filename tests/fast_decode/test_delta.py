@@ -210,32 +210,40 @@ def test_steps_to_spare_layers() -> None:
 
 @pytest.mark.parametrize("arch", architectures(("sm_80", "sm_90a", "sm_100a", "sm_120")))
 @pytest.mark.parametrize(
-    ("dtype", "group", "keys", "values", "cluster"),
+    ("dtype", "group", "keys", "values", "cluster", "tokens"),
     [
-        *((torch.bfloat16, 2, 128, 128, cluster) for cluster in (1, 4, 8)),
-        (torch.float16, 2, 128, 128, 1),
-        (torch.bfloat16, 3, 128, 128, 1),
-        (torch.bfloat16, 3, 128, 128, 6),
-        (torch.bfloat16, 1, 64, 128, 4),
-        (torch.bfloat16, 4, 128, 64, 8),
+        *((torch.bfloat16, 2, 128, 128, cluster, 1) for cluster in (1, 4, 8)),
+        *((torch.bfloat16, 2, 128, 128, 8, tokens) for tokens in (2, 4)),
+        (torch.float16, 2, 128, 128, 1, 1),
+        (torch.bfloat16, 3, 128, 128, 1, 1),
+        (torch.bfloat16, 3, 128, 128, 6, 4),
+        (torch.bfloat16, 1, 64, 128, 4, 1),
+        (torch.bfloat16, 4, 128, 64, 8, 1),
     ],
 )
 def test_compiles(
-    arch: str, dtype: torch.dtype, group: int, keys: int, values: int, cluster: int
+    arch: str,
+    dtype: torch.dtype,
+    group: int,
+    keys: int,
+    values: int,
+    cluster: int,
+    tokens: int,
 ) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     if cluster not in cluster_sizes(group, values, arch):
         assert arch == "sm_80"
         return
-    made = Specialization(keys, values, group, cluster, dtype)
+    made = Specialization(keys, values, group, cluster, dtype, tokens)
     text = (csrc_folder() / "delta/delta.cu").read_text() + (
         f"{same_struct(Params).replace('Place', 'Part')}static_assert(THREADS == {THREADS});\n"
         f"static_assert(TAPS == {TAPS} && COLUMNS == {COLUMNS});\n"
     )
     report = compile_once("delta/delta.cu", text, arch, made.macros)["delta"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    # At least three thread blocks per multiprocessor, which hide each other's waits.
-    assert report.registers <= 65536 // (3 * THREADS)
+    # At least three thread blocks per multiprocessor, which hide each other's waits; those of a
+    # single sequence do not fill all of them.
+    assert tokens > 1 or report.registers <= 65536 // (3 * THREADS)
 
 
 def test_few_rows_are_divided_among_more_thread_blocks() -> None:
