@@ -207,6 +207,10 @@ class DryRunSlots:
             self._taken += 1
         return given
 
+    def skip(self) -> None:
+        """Leave out the next slot, which is already planned."""
+        self._taken += 1
+
     def release(self, slots: Sequence[int]) -> None:
         """Do nothing: a dry run releases no slots."""
 

@@ -282,25 +282,63 @@ class KVCacheManager:
             would have to be packed.
         """
         self.store.collect()
-        self._planned = []
-        [sequence] = self.sequences
-        self._keep_spare(sequence, count)
-        free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
-        number, changes, trims = self.version
-        chain, table, length = list[_PlannedStep](), sequence, len(sequence.codes)
-        try:
-            for place in range(count):
-                version = number, changes + place, trims
-                table, made = self._planned_after(table, free, version)
-                chain.append(made)
-        except NoFreeSlotsError:
-            return None
-        finally:
-            del sequence.codes[length:]  # The tables share them.
-        step = chained([one.step for one in chain])
-        if step is not None:
-            self._planned = chain
+        step = None
+        if self.holds_chain(count):
+            self.plan_further(count)
+            step = self.later_chain(0, count)
+        if step is None:
+            self._planned = []
+            self._keep_spare(self.sequences[0], count)
+            self.plan_further(count)
+            step = self.later_chain(0, count)
+        if step is None:
+            self._planned = []
         return step
+
+    def holds_chain(self, count: int) -> bool:
+        """Return whether all plans of a chain for steps of ``count`` tokens still hold."""
+        return (
+            self.holds_plan
+            and [row.keeps for row in self.sequences] == [count]
+            and all(
+                plan.step.steady is None and plan.rows[0].slots.hold(self.allocators)
+                for plan in self._planned
+            )
+        )
+
+    def plan_further(self, count: int) -> None:
+        """Extend the plans of ``planned_chain`` to ``count`` tokens, as far as that is possible."""
+        [sequence] = self.sequences
+        rows = [plan.rows[0] for plan in self._planned]
+        free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
+        for row in rows:
+            for bits, *_ in row.slots.given:
+                free[bits].skip()
+        number, changes, trims = self.version
+        table, length = rows[-1].table if rows else sequence, len(sequence.codes)
+        sequence.codes += bytes(row.code for row in rows)  # The tables share them.
+        try:
+            while len(self._planned) < count:
+                version = number, changes + len(self._planned), trims
+                table, made = self._planned_after(table, free, version)
+                if made.step.copies:
+                    break
+                self._planned.append(made)
+        except NoFreeSlotsError:
+            pass
+        finally:
+            del sequence.codes[length:]
+
+    def later_chain(self, first: int, count: int) -> StepPlan | None:
+        """Return what ``planned_chain`` will return once ``first`` of the planned tokens have come;
+        None if the plans do not reach that far."""
+        steps = [plan.step for plan in self._planned[first : first + count]]
+        return chained(steps) if len(steps) == count else None
+
+    def next_plan(self, first: int = 0) -> StepPlan | None:
+        """Return the plan of the token after ``first`` others; None if it is not planned."""
+        plans = self._planned[first : first + 1]
+        return plans[0].step if plans else None
 
     def _planned_after(
         self, table: SequenceTable, free: Mapping[Bits, DryRunSlots], version: tuple[int, ...]

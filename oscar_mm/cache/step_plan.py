@@ -544,10 +544,16 @@ class GraphTables:
         There are no tables for packing full pages. With ``packs_at_end``, the tables refer to a new
         token by its slot.
         """
+        self._tokens = self._tables_of_tokens(step)
+        for whole, _ in self._on_device.values():
+            _write(whole, laid_out(tuple(self._tokens.values())))
+
+    def _tables_of_tokens(self, step: StepPlan) -> dict[str, np.ndarray]:
+        """Return the tables of ``refill_tokens`` by kind."""
         writes = np.full((self.rows, 3), -1, dtype=np.int32)
         if step.writes is not None:
             writes[: step.writes.shape[1]] = step.writes.T
-        self._tokens[_WRITES] = writes
+        tables = {_WRITES: writes}
         begins_any = any(pack_job.begins for pack_job in step.pack_jobs)
         listed = writes.tolist() if begins_any and self.packs_at_end else ()
         written = {row: slot for row, _, slot in listed}
@@ -567,10 +573,23 @@ class GraphTables:
                     if (slot := written.get(pack_job.row)) is not None:
                         pack_job = pack_job.after_write(slot)
                     begins[pack_job.row * of_row] = pack_job.beginnings()
-            self._tokens[f"{bits} jobs"] = jobs
-            self._tokens[f"{bits} begins"] = begins[: lines * self._policy.center]
-        for whole, _ in self._on_device.values():
-            _write(whole, laid_out(tuple(self._tokens.values())))
+            tables[f"{bits} jobs"] = jobs
+            tables[f"{bits} begins"] = begins[: lines * self._policy.center]
+        return tables
+
+    def staged(self, step: StepPlan) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return the tensors that ``write`` would write to and their new content on the host; None
+        if one is too small."""
+        found = list[tuple[torch.Tensor, np.ndarray]]()
+        for (attention, _), room in self._rooms.items():
+            arrays = arrays_of(*attention.over(step.past, step.steady), room.longest)
+            if lengths_of(arrays) != room.longest:
+                return None
+            found.append((room.whole, laid_out(arrays)))
+        tables = self._tables_of_tokens(step)
+        of_tokens = laid_out(tuple(tables.values()))
+        found += [(whole, of_tokens) for whole, _ in self._on_device.values()]
+        return [(target, _on_host(table, target)) for target, table in found]
 
     def write(self, step: StepPlan) -> None:
         """Write all tables of a step that ``takes`` accepts."""
@@ -624,5 +643,10 @@ class GraphTables:
 
 
 def _write(target: torch.Tensor, table: np.ndarray) -> None:
+    target.copy_(_on_host(table, target), non_blocking=True)
+
+
+def _on_host(table: np.ndarray, target: torch.Tensor) -> torch.Tensor:
+    """Return a table as the source of a copy to ``target`` that does not wait for a GPU."""
     source = torch.from_numpy(table)
-    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+    return source.pin_memory() if target.is_cuda else source

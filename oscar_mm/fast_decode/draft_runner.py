@@ -13,7 +13,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.states import StateChain
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, Verified
-from oscar_mm.fast_decode.graph_runner import GraphInputs, graph_capture
+from oscar_mm.fast_decode.graph_runner import GraphInputs, Staged, graph_capture
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import upload
 
@@ -61,6 +61,8 @@ class DraftRunner:
         self._version: object = None
         self._verified: Verified | None = None
         self._copies: list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = []
+        self._ready: dict[int, tuple[StepPlan, StepPlan, Staged]] = {}
+        """By the identity of its first token's plan: that plan, the step and its tables."""
         self._accepted = 0
         """Tokens of the pass that are in the cache."""
 
@@ -92,6 +94,7 @@ class DraftRunner:
         self._copies, self._accepted = self._states.copies(row), 0
         if not self.accept():
             raise RuntimeError("the cache has changed during a pass")
+        self._plan_next()
         return self._verified
 
     def accept(self) -> bool:
@@ -118,11 +121,29 @@ class DraftRunner:
     def _planned(self) -> StepPlan | None:
         """Plan a step with a row for each token; None if that is not possible."""
         self._cache.check_complete()
-        step = self._cache.kv_manager.planned_chain(1 + self.count)
+        kv_manager, staged = self._cache.kv_manager, None
+        ready = self._ready.get(id(kv_manager.next_plan()))
+        if ready is not None and kv_manager.holds_chain(1 + self.count):
+            _, step, staged = ready
+        else:
+            step = kv_manager.planned_chain(1 + self.count)
         if step is None:
             return None
         self._cache.store.reserve()
-        return step if self._capture is None or self._steps.fix(step) else None
+        return step if self._capture is None or self._steps.fix(step, staged) else None
+
+    def _plan_next(self) -> None:
+        """Plan the next pass for any number of accepted drafts, while the device computes."""
+        self._ready = {}
+        if self._replay is None:
+            return
+        kv_manager, count = self._cache.kv_manager, 1 + self.count
+        kv_manager.plan_further(2 * count - 1)
+        for first in range(count):
+            plan, step = kv_manager.next_plan(first), kv_manager.later_chain(first, count)
+            staged = None if step is None else self._steps.staged(step)
+            if plan is not None and step is not None and staged is not None:
+                self._ready[id(plan)] = plan, step, staged
 
     def _run(self, step: StepPlan) -> Verified:
         if self._capture is None or not self._steps.is_ready:

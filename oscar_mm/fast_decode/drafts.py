@@ -64,11 +64,14 @@ class Drafts(nn.Module):
 
         Args:
             decoder: decoder of the model.
-            head: output layer of the model; on a GPU, drafts use a copy in FP8, since reading its
-                weights takes most of the time of a draft.
+            head: output layer of the model; on a GPU, drafts use a copy in FP8, and all products
+                of this module are in FP8, since reading weights takes most of the time of a draft.
         """
         if type(head) is nn.Linear and head.weight.is_cuda and head.weight.itemsize == 2:
             self.head = QuantizedLinear.of(head, head.weight.device, 8)
+            for name, module in list(self.named_modules()):
+                if type(module) is nn.Linear:
+                    self.set_submodule(name, QuantizedLinear.of(module, module.weight.device, 8))
         setattr(decoder, _NAME, self)
         decoder.register_forward_hook(_store_prompt, with_kwargs=True)
 

@@ -36,6 +36,9 @@ from oscar_mm.modules import devices
 from oscar_mm.ops.decode_tables import fill_pinned_cache, upload
 from oscar_mm.tensor_parallel import TPGroup
 
+Staged = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors on a device, and their new content on the host."""
+
 
 class GraphInputs:
     """Prepares a cache's decode steps for a graph, which reads their tables at fixed addresses.
@@ -64,8 +67,18 @@ class GraphInputs:
         """
         return self._tables.version, *self._cache.version
 
-    def fix(self, step: StepPlan) -> bool:
+    def staged(self, step: StepPlan) -> Staged | None:
+        """Return the tables of a chained step for ``fix``; None if ``fix`` must compute them."""
+        if not self._tables.takes(step) or (step.pack_jobs and self._tables.packs_whole_pages):
+            return None
+        return self._tables.staged(step)
+
+    def fix(self, step: StepPlan, staged: Staged | None = None) -> bool:
         """Write a step's tables to the fixed tensors of the graph.
+
+        Args:
+            step: the step.
+            staged: its tables, if they are known.
 
         Returns:
             Whether a graph can run the step; if not, the step is left unchanged.
@@ -77,7 +90,10 @@ class GraphInputs:
         for layer in self._cache.packed_layers if step.copies else ():
             layer.copy_pages(step)
         step.copies = []
-        self._tables.write(step)
+        if staged is None:
+            self._tables.write(step)
+        for target, source in staged or ():
+            target.copy_(source, non_blocking=True)
         # A finished row is computed like the others; its output is ignored.
         step.fixed, step.real = self._tables, None
         if step.pack_jobs and self._tables.packs_whole_pages:
