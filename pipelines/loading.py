@@ -165,9 +165,9 @@ def load(
         loaded = loaded.to(target)
     if adapter is not None:
         loaded = add_adapter(loaded, adapter)
+    add_row_adapters(loaded, family.text_part(loaded), adapters)
     if drafts:
         add_drafts(family.text_part(loaded), source, shared)
-    add_row_adapters(loaded, family.text_part(loaded), adapters)
     watch(TPGroup.of(loaded))
     _set_attention(family, loaded, towers)
     return _checked(source, family(loaded.eval(), processor))

@@ -33,6 +33,8 @@ REPOSITORIES = {
 """Bundled models in place of released ones."""
 OMNI = "Qwen/Qwen3-Omni-30B-A3B-Instruct"
 """A released model that speaks, unlike the bundled ones; a tiny checkpoint replaces it."""
+HYBRID = "Qwen/Qwen3.5-9B"
+"""A released model with a module for drafts."""
 DOCUMENTED = {
     "Chat": "oscar_mm.chat.chat",
     "OscarCache": "oscar_mm",
@@ -91,6 +93,7 @@ def make_hub(cache: Path, text_model: Path, template: str) -> None:
     """Make a hub cache with the repositories that snippets name; models of it can call tools."""
     from oscar_mm.models import bundled
     from tests.checkpoints import build
+    from tests.draft_weights import with_drafts
 
     for name, model in REPOSITORIES.items():
         snapshot = snapshot_of(cache, name)
@@ -99,6 +102,8 @@ def make_hub(cache: Path, text_model: Path, template: str) -> None:
             (snapshot / "chat_template.jinja").write_text(template)
     shutil.copytree(text_model, snapshot_of(cache, "Qwen/Qwen3-0.6B"))
     build("qwen3_omni_talker", snapshot_of(cache, OMNI))
+    build("qwen3_5", cache / "qwen3_5")
+    with_drafts(cache / "qwen3_5", snapshot_of(cache, HYBRID))
 
 
 def snapshot_of(cache: Path, name: str) -> Path:

@@ -224,12 +224,13 @@ class DecodeRunner:
 
     @property
     def _drafting(self) -> RequestState | None:
-        """The only row, if drafts of its next tokens may be right: they follow no grammar and no
-        adapter."""
+        """The only row, if drafts of its next tokens may be right, since they follow no grammar and
+        no adapter, and if it is not alone by its own choice: each such row would need states and
+        graphs of its own."""
         row = self.rows[0] if self._has_drafts and len(self.rows) == 1 else None
         if row is None or row.ended or row.sampler.grammar is not None or row.adapter is not None:
             return None
-        return row
+        return None if row.sampler.sampling.deterministic else row
 
     def _step_drafted(self, row: RequestState) -> bool:
         """Decode the tokens of a row up to the first that its draft did not predict.

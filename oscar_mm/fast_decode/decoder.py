@@ -333,8 +333,8 @@ class FastDecoder:
         cosine, sine = self.angles(self.embed(ids).expand(count, -1, -1), positions)
         cache.pack_first()
         for place in range(count - 1):
-            angles = (x[place : place + 1] for x in (cosine, sine))
-            rows = drafts(outputs, self._embed(tokens[-1]), *angles, cache, place)
+            angles = cosine[place : place + 1], sine[place : place + 1]
+            rows = drafts(outputs, self._embed(tokens[-1]), angles, cache, place)
             tokens.append(self.draft(rows, drafts))
             outputs = drafts.norm.at_once(rows)
         rows = embedded = self._embed(torch.cat(tokens))

@@ -13,6 +13,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.states import StateChain
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, Verified
+from oscar_mm.fast_decode.drafts import Drafts
 from oscar_mm.fast_decode.graph_runner import GraphInputs, Staged, graph_capture
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import upload
@@ -48,7 +49,9 @@ class DraftRunner:
         capture: Capture | Literal["auto"] | None = "auto",
     ) -> None:
         self.count, self._cache, self._axes = count, cache, axes
-        self._layers = FastDecoder(model)
+        self._layers, drafts = FastDecoder(model), Drafts.of(model)
+        assert drafts is not None
+        self._index = drafts.index
         weight = model.get_input_embeddings().weight
         self._ids = torch.zeros((1, 1), dtype=torch.long, device=device)
         self._positions = torch.zeros(1 + count, dtype=torch.long, device=device)
@@ -121,6 +124,8 @@ class DraftRunner:
     def _planned(self) -> StepPlan | None:
         """Plan a step with a row for each token; None if that is not possible."""
         self._cache.check_complete()
+        if all(layer.index != self._index for layer in self._cache.packed_layers):
+            return None  # The cache was begun without drafts.
         kv_manager, staged = self._cache.kv_manager, None
         ready = self._ready.get(id(kv_manager.next_plan()))
         if ready is not None and kv_manager.holds_chain(1 + self.count):

@@ -105,8 +105,7 @@ class FastDrafts:
         self,
         hidden: torch.Tensor,
         embedded: torch.Tensor,
-        cosine: torch.Tensor,
-        sine: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         cache: OscarCache,
         place: int,
     ) -> torch.Tensor:
@@ -116,21 +115,21 @@ class FastDrafts:
             hidden: (1, hidden size): output of the decoder for the token before, or, for a second
                 draft, normalized output of this module.
             embedded: (1, hidden size): embedding of the token.
-            cosine, sine: (1, head_dim).
+            angles: cosines and sines of RoPE, (1, head_dim) each.
             cache: cache within ``OscarCache.trying``.
             place: row of the token in the step.
         """
         rows = self._joined(hidden, embedded)
-        asked, keys, values = self._layer.turned(rows, cosine, sine)
+        asked, *others = self._layer.turned(rows, *angles)
         layer, step = cache.layers[self.index], cache.step
         assert step is not None
         # The tables are those of all rows: the others compute what nobody reads.
-        sides = [
+        queries, keys, values = (
             side[:, :, None].expand(len(step.past), -1, -1, -1).contiguous()
-            for side in (asked[:, ::2], keys, values)
-        ]
-        layer.append(*sides[1:], step, row=place)
-        found = attend_stored(layer, *sides, self._layer.attention.scaling, step)
+            for side in (asked[:, ::2], *others)
+        )
+        layer.append(keys, values, step, row=place)
+        found = attend_stored(layer, queries, keys, values, self._layer.attention.scaling, step)
         return self._layer.feed_forward(self._layer.gated(found[place].view(1, -1), asked, rows))
 
     def keys_and_values(

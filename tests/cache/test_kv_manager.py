@@ -485,7 +485,7 @@ def unsafe(kv_manager: KVCacheManager, step: StepPlan) -> set[object]:
     return found
 
 
-@pytest.mark.parametrize("window", [0, 8, 32])
+@pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("by_token", [False, True])
 def test_a_chain_of_plans(window: int, by_token: bool) -> None:
     """As many plans of a chain take effect as tokens come; nothing is left of the others."""
@@ -496,7 +496,7 @@ def test_a_chain_of_plans(window: int, by_token: bool) -> None:
     for one in (kv_manager, other):
         one.advance(prompt)
     complete = 0
-    for _ in range(150):
+    for _ in range(100):
         chain = kv_manager.planned_chain(4)
         complete += chain is not None
         assert chain is None or not unsafe(kv_manager, chain)
@@ -516,7 +516,7 @@ def test_a_chain_of_plans(window: int, by_token: bool) -> None:
                 for one in (kv_manager, other)
             )
             assert ours == theirs
-    assert complete > (100 if window or not by_token else 10)
+    assert complete > (60 if window or not by_token else 6)
     for one in (kv_manager, other):
         one.release_spare()
     assert {bits: pool.used for bits, pool in kv_manager.allocators.items()} == {

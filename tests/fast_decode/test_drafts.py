@@ -32,7 +32,7 @@ from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
 from tests.tiny_qwen3_5 import qwen3_5
 
-LENGTH = 100
+LENGTH = 64
 QUESTION = "Tell me about the pages of the cache."
 
 
@@ -93,7 +93,7 @@ def test_captured_passes(policy: str, dense: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(draft_runner, "graph_capture", lambda devices: repeat)
     Oracle(monkeypatch, expected, range(0, LENGTH, 4))
     assert ids(pipe) == expected
-    assert repeat.replays > LENGTH // 5
+    assert repeat.replays > LENGTH // 6
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_chats(drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path
     answers = list[list[Any]]()
     for pipe in (plain, drafting):
         chat, found = pipe.chat("Be kind."), list[Any]()
-        how = {"max_new_tokens": 40}
+        how = {"max_new_tokens": 24}
         found.append(chat.ask(QUESTION, images=[noise(64, 96)], **how))
         found.append(chat.ask("And then?", **how))
         chat.undo()
@@ -271,7 +271,7 @@ def test_chats(drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path
         found.append(chat.ask("Who?", **how))
         (tmp_path / "chat").unlink()
         answers.append([answer.token_ids for answer in found])
-        assert all(answer.drafts > 40 for answer in found) == (pipe is drafting)
+        assert all(answer.drafts > 20 for answer in found) == (pipe is drafting)
     assert answers[0] == answers[1]
 
 
