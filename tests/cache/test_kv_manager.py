@@ -488,15 +488,24 @@ def unsafe(kv_manager: KVCacheManager, step: StepPlan) -> set[object]:
 @pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("by_token", [False, True])
 def test_a_chain_of_plans(window: int, by_token: bool) -> None:
-    """As many plans of a chain take effect as tokens come; nothing is left of the others."""
+    """As many plans of a chain take effect as tokens come; nothing is left of the others, nor of
+    ordinary steps in between."""
     policy = KVPolicy(bits=2, window=window, sinks=3, **(STREAM if by_token else WHOLE))
     kv_manager, other = (KVCacheManager(PageStore(policy)) for _ in range(2))
     generator, token = np.random.default_rng(window), np.zeros((1, 1), np.int8)
     prompt = generator.choice([0, 1], (1, 150)).astype(np.int8)
     for one in (kv_manager, other):
         one.advance(prompt)
-    complete = 0
+    complete = steady = 0
     for _ in range(100):
+        # Steps as in a batch, of which the last does not come.
+        for comes in generator.random(3) < 0.3:
+            told = kv_manager.planned(token)
+            steady += told is not None and told.steady is not None
+            if not comes:
+                break
+            assert kv_manager.advance(token).planned is told
+            other.advance(token)
         chain = kv_manager.planned_chain(4)
         complete += chain is not None
         assert chain is None or not unsafe(kv_manager, chain)
@@ -517,6 +526,7 @@ def test_a_chain_of_plans(window: int, by_token: bool) -> None:
             )
             assert ours == theirs
     assert complete > (60 if window or not by_token else 6)
+    assert steady > 20 or not window
     for one in (kv_manager, other):
         one.release_spare()
     assert {bits: pool.used for bits, pool in kv_manager.allocators.items()} == {

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
 from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm.cache.steady_rows import SteadyRows
 from oscar_mm.engine.decode_runner import DecodeRunner, RequestState
 from oscar_mm.engine.grammar import Grammar
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.engine.sampling import Sampling
-from oscar_mm.fast_decode import draft_runner
+from oscar_mm.fast_decode import draft_runner, graph_runner
 from oscar_mm.fast_decode.decoder import FastDecoder, Verified
 from oscar_mm.fast_decode.draft_runner import DraftRunner
 from oscar_mm.fast_decode.drafts import Drafts
@@ -275,25 +276,34 @@ def test_chats(drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("captured", [False, True])
 def test_drafts_of_one_request_only(
-    drafting: OscarVLPipeline, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
+    captured: bool, dense: Path, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two requests decode in steps; the one that is left goes on with drafts."""
-    streams = [
-        [
+    """Two requests decode in steps; the one that is left goes on with drafts. Captured steps are
+    planned ahead, those of steady rows as arrays."""
+    drafting, repeat, steady = pipeline(dense, drafts=True), Repeat(), list[int]()
+    if captured:
+        for module in (graph_runner, draft_runner):
+            monkeypatch.setattr(module, "graph_capture", lambda *_: repeat)
+        take = SteadyRows.take
+        monkeypatch.setattr(
+            SteadyRows, "take", lambda rows, step: steady.append(len(step.rows)) or take(rows, step)
+        )
+    answers = list[list[Any]]()
+    for pipe in (plain, drafting):
+        long, short = (
             pipe.stream([], question, max_new_tokens=count)
-            for question, count in ((QUESTION, 60), ("Who are you?", 12))
-        ]
-        for pipe in (plain, drafting)
-    ]
-    answers = []
-    for long, short in streams:
+            for question, count in ((QUESTION, 90), ("Who are you?", 40))
+        )
         next(iter(long))
-        answers += [[short.complete(), long.complete()]]
+        answers.append([short.complete(), long.complete()])
+        Oracle(monkeypatch, answers[0][1].token_ids, range(0, 90, 4))
     expected, found = answers
     assert [x.token_ids for x in found] == [x.token_ids for x in expected]
     short, long = found
-    assert short.drafts <= 12 and 60 < long.drafts < 3 * 55
+    assert short.drafts <= 12 and 20 < long.accepted_drafts < long.drafts < 3 * 55
+    assert not captured or (steady.count(2) > 10 and 1 in steady)
 
 
 def test_no_drafts_under_a_grammar(drafting: OscarVLPipeline) -> None:
