@@ -306,6 +306,23 @@ def test_drafts_of_one_request_only(
     assert not captured or (steady.count(2) > 10 and 1 in steady)
 
 
+@torch.inference_mode()
+def test_steps_store_what_drafts_read(drafting: OscarVLPipeline) -> None:
+    """Steps on fixed tables, which pack at their end, store the drafts' keys and values as eager
+    steps do."""
+    _, cache, _ = prompt_of(drafting)
+    caches, live = (cache, cache.fork()), torch.zeros(1, dtype=torch.bool)
+    tokens, start = list((7 + torch.arange(2 * LENGTH)).split(1)), cache.get_seq_length()
+    for one, capture in zip(caches, (Repeat(), None), strict=True):
+        steps = GraphRunner(drafting.model, one, 1, (4,), torch.device("cpu"), capture)
+        steps.place([start])
+        for token, following in itertools.pairwise(tokens):
+            steps(token, live)
+            steps.ahead(following, live)
+    found, expected = (x.unpacked(Drafts.of(drafting.model).index) for x in caches)
+    torch.testing.assert_close(found, expected)
+
+
 def test_no_drafts_under_a_grammar(drafting: OscarVLPipeline) -> None:
     answer = drafting([], QUESTION, max_new_tokens=8, grammar=Grammar.regex("[a-z]{20}"))
     assert answer.drafts == 0
