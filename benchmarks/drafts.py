@@ -81,6 +81,7 @@ class DraftLoop:
         self._passes.finish()
         self._token = tokens[accepted]
         self._position += 1 + accepted
+        self._passes.ahead(self._token, self._position)
         return 1 + accepted
 
     def ordinary_step(self) -> None:

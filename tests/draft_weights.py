@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from oscar_mm.engine.decode_runner import DecodeRunner, RequestState
 from oscar_mm.fast_decode.decoder import FastDecoder
+from oscar_mm.fast_decode.draft_runner import DraftRunner
 from oscar_mm.fast_decode.drafts import Drafts
 
 
@@ -57,14 +58,23 @@ class Oracle:
         padded = [*answer, *[0] * 8]
         drafts = [abs(x - 1) if place in wrong else x for place, x in enumerate(padded)]
         known: dict[Any, torch.Tensor] = {}
-        place = 0
+        first = place = 0
 
-        def step(runner: Any, row: RequestState, run: Any = DecodeRunner._step_drafted) -> bool:
-            start, device = len(row.tokens), runner._device
+        def step(
+            runner: Any, row: RequestState, *, ahead: bool, run: Any = DecodeRunner._step_drafted
+        ) -> bool:
+            nonlocal first
+            first = row.position - len(row.tokens) + 1
+            self.passes += 1
+            return run(runner, row, ahead=ahead)
+
+        def launched(
+            runner: DraftRunner, token: int, at: int, run: Any = DraftRunner._launched
+        ) -> Any:
+            start, device = at - first + 1, runner._ids.device
             own = known.setdefault(device, torch.zeros(8, dtype=torch.long, device=device))
             own.copy_(torch.tensor(drafts[start : start + 8]))
-            self.passes += 1
-            return run(runner, row)
+            return run(runner, token, at)
 
         def verified(decoder: Any, *given: Any, run: Any = FastDecoder.verified) -> Any:
             nonlocal place
@@ -77,5 +87,6 @@ class Oracle:
             return known[rows.device][place - 1 : place]
 
         monkeypatch.setattr(DecodeRunner, "_step_drafted", step)
+        monkeypatch.setattr(DraftRunner, "_launched", launched)
         monkeypatch.setattr(FastDecoder, "verified", verified)
         monkeypatch.setattr(FastDecoder, "draft", draft)

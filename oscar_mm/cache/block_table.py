@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -52,22 +52,26 @@ class SlotPool:
         return self.capacity - self.free
 
     def allocate(self, count: int, *, for_prompt: bool = False) -> list[int]:
-        """Return ``count`` slots with one owner each.
-
-        If there are too few free slots, the pool grows to the required size, but by at least 1/32
-        of its capacity: a prompt wastes no memory, and a long answer seldom moves the pool.
-        """
+        """Return ``count`` slots with one owner each; the pool grows if necessary."""
         if not count:
             return []
-        missing = count - len(self._free)
-        if missing > 0:
-            self._free += self._grown(max(missing, self.capacity // 32))
+        self.grow_to(count)
         if for_prompt:
             slots, self._free = self._free[:count][::-1], self._free[count:]
         else:
             slots = [self._free.pop() for _ in range(count)]
         self._own(slots)
         return slots
+
+    def grow_to(self, free: int) -> None:
+        """Grow the pool if it has fewer free slots than ``free``.
+
+        It grows to the required size, but by at least 1/32 of its capacity: a prompt wastes no
+        memory, and a long answer seldom moves the pool.
+        """
+        missing = free - len(self._free)
+        if missing > 0:
+            self._free += self._grown(max(missing, self.capacity // 32))
 
     def make_free(self, count: int) -> None:
         """Grow the pool until ``count`` slots are free; prompts take the new ones first."""
@@ -171,12 +175,22 @@ class PlannedSlots:
         self.given: list[tuple[Bits, int, int]] = []
         self.owners: list[tuple[Bits, int, int]] = []
 
-    def hold(self, allocators: Mapping[Bits, SlotPool]) -> bool:
-        """Return whether no slot has been used for anything else, or changed its owners, since."""
+    def hold(
+        self, allocators: Mapping[Bits, SlotPool], earlier: Container[tuple[Bits, int]] = ()
+    ) -> bool:
+        """Return whether no slot has been used for anything else, or changed its owners, since.
+
+        Args:
+            allocators: the pools.
+            earlier: kinds and slots that steps will allocate before this one.
+        """
         for bits, slot, uses in self.given:
             if allocators[bits].uses(slot) != uses:
                 return False
-        return all(allocators[bits].owners(slot) == owners for bits, slot, owners in self.owners)
+        return all(
+            (bits, slot) in earlier or allocators[bits].owners(slot) == owners
+            for bits, slot, owners in self.owners
+        )
 
 
 class DryRunSlots:
@@ -191,7 +205,8 @@ class DryRunSlots:
     """
 
     def __init__(self, bits: Bits, slots: SlotPool) -> None:
-        self._bits, self._slots, self._taken = bits, slots, 0
+        self._bits, self._slots = bits, slots
+        self._given = set[int]()
         self.row = PlannedSlots()
 
     def allocate(self, count: int, *, for_prompt: bool = False) -> list[int]:
@@ -199,24 +214,24 @@ class DryRunSlots:
         assert not for_prompt, "only decode steps are planned ahead"
         given = list[int]()
         for _ in range(count):
-            slot = self._slots.plan_ahead(self._taken)
+            slot = self._slots.plan_ahead(len(self._given))
             if slot is None:
                 raise NoFreeSlotsError
             given.append(slot)
             self.row.given.append((self._bits, slot, self._slots.uses(slot)))
-            self._taken += 1
+            self.skip(slot)
         return given
 
-    def skip(self) -> None:
+    def skip(self, slot: int) -> None:
         """Leave out the next slot, which is already planned."""
-        self._taken += 1
+        self._given.add(slot)
 
     def release(self, slots: Sequence[int]) -> None:
         """Do nothing: a dry run releases no slots."""
 
     def is_shared(self, slot: int) -> bool:
         """Return whether a slot has more than one owner."""
-        owners = self._slots.owners(slot)
+        owners = 1 if slot in self._given else self._slots.owners(slot)
         self.row.owners.append((self._bits, slot, owners))
         return owners > 1
 

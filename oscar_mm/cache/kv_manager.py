@@ -278,33 +278,33 @@ class KVCacheManager:
 
         Returns:
             A step with a row for each token. No row writes to a slot from which another reads a
-            stored token. None if a page must be copied, a pool must grow, or a token of the step
-            would have to be packed.
+            stored token. None if a page must be copied, or a token of the step would have to be
+            packed.
         """
         self.store.collect()
-        step = None
         if self.holds_chain(count):
             self.plan_further(count)
-            step = self.later_chain(0, count)
-        if step is None:
-            self._planned = []
-            self._keep_spare(self.sequences[0], count)
-            self.plan_further(count)
-            step = self.later_chain(0, count)
-        if step is None:
+            if (step := self.later_chain(0, count)) is not None:
+                return step
+        self._planned = []
+        self._make_room(self.sequences[0], count)
+        self.plan_further(count)
+        if (step := self.later_chain(0, count)) is None:
             self._planned = []
         return step
 
     def holds_chain(self, count: int) -> bool:
         """Return whether all plans of a chain for steps of ``count`` tokens still hold."""
-        return (
-            self.holds_plan
-            and [row.keeps for row in self.sequences] == [count]
-            and all(
-                plan.step.steady is None and plan.rows[0].slots.hold(self.allocators)
-                for plan in self._planned
-            )
-        )
+        if not self.holds_plan or [row.keeps for row in self.sequences] != [count]:
+            return False
+        earlier = set[tuple[Bits, int]]()
+        for plan in self._planned:
+            if plan.step.steady is not None or not plan.rows[0].slots.hold(
+                self.allocators, earlier
+            ):
+                return False
+            earlier |= {(bits, slot) for bits, slot, _ in plan.rows[0].slots.given}
+        return True
 
     def plan_further(self, count: int) -> None:
         """Extend the plans of ``planned_chain`` to ``count`` tokens, as far as that is possible."""
@@ -312,8 +312,8 @@ class KVCacheManager:
         rows = [plan.rows[0] for plan in self._planned]
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
         for row in rows:
-            for bits, *_ in row.slots.given:
-                free[bits].skip()
+            for bits, slot, _ in row.slots.given:
+                free[bits].skip(slot)
         number, changes, trims = self.version
         table, length = rows[-1].table if rows else sequence, len(sequence.codes)
         sequence.codes += bytes(row.code for row in rows)  # The tables share them.
@@ -359,12 +359,15 @@ class KVCacheManager:
         step.past = [past]
         return after, _PlannedStep(step, version, modalities, {0: row})
 
-    def _keep_spare(self, sequence: SequenceTable, count: int) -> None:
-        """Give a sequence as many spare slots as it keeps from now on."""
+    def _make_room(self, sequence: SequenceTable, count: int) -> None:
+        """Let a sequence keep as many spare slots from now on, and pools have free slots for the
+        chains of two passes."""
         sequence.keeps = count
         if (missing := sequence.keeps - len(sequence.spare)) > 0:
             self.changes += 1
             sequence.spare = sequence.spare + self.allocators[PLAIN].allocate(missing)
+        self.allocators[PLAIN].grow_to(2 * count)
+        self.allocators[self.policy.bits_for(Modality.TEXT)].grow_to(1)
 
     @property
     def holds_plan(self) -> bool:

@@ -181,6 +181,12 @@ class DecodeRunner:
     @property
     def is_ahead(self) -> bool:
         """Whether the next step is already in flight."""
+        drafts = None if self._drafting is None else self._drafts
+        return self._steps_ahead or (drafts is not None and drafts.is_ahead)
+
+    @property
+    def _steps_ahead(self) -> bool:
+        """Whether the next step without drafts is already in flight."""
         steps = self._by_size.get(len(self.rows))
         return self._tokens is not None and steps is not None and steps.is_ahead
 
@@ -198,7 +204,8 @@ class DecodeRunner:
                 their number, and returns them: current rows that have not ended, and new rows.
         """
         if (drafting := self._drafting) is not None:
-            if following is None and not self.is_ahead and self._step_drafted(drafting):
+            drafts = following is None and not self._steps_ahead
+            if drafts and self._step_drafted(drafting, ahead=ahead):
                 return
             ahead = False
         rows, steps, tokens = self.rows, self._steps(len(self.rows)), self._tokens
@@ -232,11 +239,14 @@ class DecodeRunner:
             return None
         return None if row.sampler.sampling.deterministic else row
 
-    def _step_drafted(self, row: RequestState) -> bool:
+    def _step_drafted(self, row: RequestState, *, ahead: bool) -> bool:
         """Decode the tokens of a row up to the first that its draft did not predict.
 
         The tokens and their distribution are those of ordinary steps: a draft is right if it is the
         token that is sampled from the logits after the tokens before it.
+
+        Args:
+            ahead: see ``step``.
 
         Returns:
             False, without effect, if an ordinary step must follow.
@@ -258,6 +268,8 @@ class DecodeRunner:
                 break
             row.accepted += 1
         self._drafts.finish()
+        if ahead and not row.ended:
+            self._drafts.ahead(row.tokens[-1], row.position)
         return True
 
     def _choices(

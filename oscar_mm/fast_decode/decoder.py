@@ -327,17 +327,19 @@ class FastDecoder:
             hidden: (1, hidden size): output of the decoder for the token before.
             cache: cache within ``OscarCache.trying``, and the states in ``chaining``.
         """
-        drafts, tokens, outputs = self._drafts, [ids[0]], hidden
+        drafts, embedded = self._drafts, self.embed(ids)
         assert drafts is not None
-        count = positions.shape[-2]
-        cosine, sine = self.angles(self.embed(ids).expand(count, -1, -1), positions)
+        count, tokens, outputs = positions.shape[-2], [ids[0]], hidden
+        cosine, sine = self.angles(embedded.expand(count, -1, -1), positions)
+        embedded = embedded[0]
         cache.pack_first()
         for place in range(count - 1):
             angles = cosine[place : place + 1], sine[place : place + 1]
-            rows = drafts(outputs, self._embed(tokens[-1]), angles, cache, place)
+            rows = drafts(outputs, embedded[place:], angles, cache, place)
             tokens.append(self.draft(rows, drafts))
             outputs = drafts.norm.at_once(rows)
-        rows = embedded = self._embed(torch.cat(tokens))
+            embedded = torch.cat([embedded, self._embed(tokens[-1])])
+        rows = embedded
         for layer in self._parts[0].layers:
             rows = layer(rows, cosine, sine, cache)
         outputs = self._norm.at_once(rows)

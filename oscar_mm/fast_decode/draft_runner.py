@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,21 @@ DRAFTS = 3
 """Drafts of a pass."""
 _TEXT = np.full((1, 1), int(Modality.TEXT), np.int8)
 _log = logging.getLogger("oscar_mm")
+
+
+class _InflightPass(NamedTuple):
+    """A pass that has been launched; it has added nothing to the cache.
+
+    Attributes:
+        token, position: see ``DraftRunner.__call__``.
+        plan: plan of the token.
+        verified: result of the pass.
+    """
+
+    token: int
+    position: int
+    plan: StepPlan
+    verified: Verified
 
 
 class DraftRunner:
@@ -62,6 +77,7 @@ class DraftRunner:
         self._capture = graph_capture(self._layers.devices) if capture == "auto" else capture
         self._replay: Callable[[], Verified] | None = None
         self._version: object = None
+        self._early: _InflightPass | None = None
         self._verified: Verified | None = None
         self._copies: list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = []
         self._ready: dict[int, tuple[StepPlan, StepPlan, Staged]] = {}
@@ -79,8 +95,46 @@ class DraftRunner:
         Returns:
             None if the cache cannot plan so many steps ahead; an ordinary step must follow.
         """
+        early, self._early = self._early, None
+        if early is None or not self._is_next(early, token, position):
+            early = self._launched(token, position)
+        if early is None:
+            return None
+        [row] = self._cache.state_rows()
+        assert row is not None
+        self._copies, self._accepted, self._verified = self._states.copies(row), 0, early.verified
+        if not self.accept():
+            raise RuntimeError("the cache has changed during a pass")
+        self._plan_next()
+        return self._verified
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a pass has been launched early."""
+        return self._early is not None
+
+    def ahead(self, token: int, position: int) -> None:
+        """Launch a pass early, if it is a replay; see ``__call__``.
+
+        The cache does not change. If the next call has the same token, and no step has come in
+        between, it uses the launched pass; any other call discards it.
+        """
+        self._early = None if self._replay is None else self._launched(token, position)
+
+    def _is_next(self, early: _InflightPass, token: int, position: int) -> bool:
+        """Return whether the early pass did exactly what a pass with this token would do."""
+        kv_manager = self._cache.kv_manager
+        return (
+            (token, position) == (early.token, early.position)
+            and kv_manager.next_plan() is early.plan
+            and kv_manager.holds_chain(1 + self.count)
+        )
+
+    def _launched(self, token: int, position: int) -> _InflightPass | None:
+        """Launch a pass; return None if that is not possible."""
         step = self._planned()
-        if step is None:
+        plan = self._cache.kv_manager.next_plan()
+        if step is None or plan is None:
             return None
         if self._cache.hidden is not None:
             self._hidden.copy_(self._cache.hidden)
@@ -92,13 +146,7 @@ class DraftRunner:
         [row] = self._cache.state_rows()
         assert row is not None
         with self._cache.trying(step), self._layers.chaining(self._states.rows(row)):
-            self._verified = self._run(step)
-        # Prepared while the device computes.
-        self._copies, self._accepted = self._states.copies(row), 0
-        if not self.accept():
-            raise RuntimeError("the cache has changed during a pass")
-        self._plan_next()
-        return self._verified
+            return _InflightPass(token, position, plan, self._run(step))
 
     def accept(self) -> bool:
         """Add the next token of the pass to the cache.

@@ -104,10 +104,16 @@ class Truth:
 
 def on_cpu(given: DeltaArguments) -> DeltaArguments:
     """A copy on the CPU."""
-    layers = [None if one is None else one.on(CPU) for one in given.states.layers]
-    targets = [None if one is None else one.on(CPU) for one in given.states.targets]
-    in_place = given.states.tensors[0].data_ptr() == given.states.results[0].data_ptr()
-    states = given.states._replace(layers=layers, targets=layers if in_place else targets)
+    sides = given.states.layers, given.states.targets
+    copies = {
+        one.states[0].data_ptr(): one.on(CPU) for side in sides for one in side if one is not None
+    }
+    # Some are the same, as for a step in place.
+    layers, targets = (
+        [None if one is None else copies[one.states[0].data_ptr()] for one in side]
+        for side in sides
+    )
+    states = given.states._replace(layers=layers, targets=targets)
     moved = {k: x.cpu() for k, x in given._asdict().items() if isinstance(x, torch.Tensor)}
     return given._replace(states=states, **moved)
 
@@ -135,6 +141,16 @@ def test_by_torch(parts: str, dtype: torch.dtype, bound: float, in_place: bool) 
     before = [x.clone() for x in given.states.tensors]
     check(given, 3, bound)
     assert in_place or all(map(torch.equal, before, given.states.tensors))
+
+
+def test_tokens_of_a_sequence() -> None:
+    """Each token begins with the states after the one before; those before the first stay."""
+    given = sample(TINY, TINY.by_key_head, 3, torch.float32, CPU, in_place=False, chained=True)
+    first = given.states.layers[0]
+    assert first is not None
+    before = [x.clone() for x in first.states]
+    check(given, 2, 1e-5)
+    assert all(map(torch.equal, before, first.states))
 
 
 def layers() -> list[LinearLayer | str]:
@@ -278,6 +294,17 @@ def test_on_a_gpu(dtype: torch.dtype, name: str, rows: int, parts: str) -> None:
         before = [x.clone() for x in given.states.tensors]
         check(given, 2, 0.01)
         assert in_place or all(map(torch.equal, before, given.states.tensors))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 4, 5])
+@pytest.mark.parametrize("name", ["Qwen3.5 9B", "Qwen3.5 27B", "many"])
+def test_tokens_of_a_sequence_on_a_gpu(name: str, tokens: int) -> None:
+    shape = SHAPES[name]
+    made = Specialization.of(shape, torch.bfloat16, tokens, CUDA, tokens)
+    assert DeltaKernel.of(made, CUDA) is not None
+    parts = shape.one_after_the_other
+    check(sample(shape, parts, tokens, torch.bfloat16, CUDA, in_place=False, chained=True), 2, 0.01)
 
 
 @pytest.mark.gpu

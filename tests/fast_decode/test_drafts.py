@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
-from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm import InputError, OscarCache, OscarVLPipeline
 from oscar_mm.cache.steady_rows import SteadyRows
 from oscar_mm.engine.decode_runner import DecodeRunner, RequestState
 from oscar_mm.engine.grammar import Grammar
@@ -137,6 +137,8 @@ class Known:
 
     def finish(self) -> None: ...
 
+    def ahead(self, token: int, position: int) -> None: ...
+
 
 @pytest.mark.parametrize(
     "options", [{"temperature": 1.0}, {"temperature": 0.7, "repetition_penalty": 2.0}]
@@ -184,9 +186,12 @@ def test_tokens_have_the_distribution_of_the_model(
         assert abs(found[tokens] / count - chance) < 4 * deviation, tokens
 
 
-def prompt_of(pipe: OscarVLPipeline) -> tuple[torch.Tensor, Any, Any]:
+def prompt_of(
+    pipe: OscarVLPipeline, cache: OscarCache | None = None
+) -> tuple[torch.Tensor, Any, Any]:
     """Ids of a question, its cache and the logits after it."""
-    prompt, cache = pipe.family.prompt(first_turn(QUESTION, ()), Media()), pipe.new_cache()
+    prompt = pipe.family.prompt(first_turn(QUESTION, ()), Media())
+    cache = pipe.new_cache() if cache is None else cache
     logits = read_prompt(pipe.model, prompt.to(pipe.family.device), cache)
     return prompt.inputs["input_ids"], cache, logits
 
@@ -361,33 +366,50 @@ def test_refused_checkpoints(
 
 
 @pytest.fixture(scope="module")
-def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("gpu")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose layers are wide enough for kernels."""
+    folder: Path = tmp_path_factory.mktemp("wide")
     heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     qwen3_5(folder / "plain", seed=3, hidden_size=256, **heads)
     return with_drafts(folder / "plain", folder / "drafts")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["compact", "bf16"])
+@pytest.mark.parametrize(
+    ("policy", "device"),
+    [
+        ("compact", "cpu"),
+        *(pytest.param(policy, "cuda", marks=pytest.mark.gpu) for policy in ("compact", "bf16")),
+    ],
+)
 @torch.inference_mode()
-def test_passes_on_a_gpu(on_gpu: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_those_of_steps(
+    dense: Path, wide: Path, policy: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits and states of captured and of eager passes, against steps with the same tokens."""
-    how = {"device": "cuda", "dtype": "bfloat16", "policy": policy, "drafts": True}
-    pipe = pipeline(on_gpu, **how)
-    device, known = pipe.family.device, torch.zeros(2, dtype=torch.long, device="cuda")
-    place = itertools.cycle((0, 1))
+    folder, dtype = (dense, "float32") if device == "cpu" else (wide, "bfloat16")
+    pipe = pipeline(folder, policy, device=device, dtype=dtype, drafts=True)
+    known, place = torch.zeros(2, dtype=torch.long, device=device), itertools.cycle((0, 1))
     monkeypatch.setattr(FastDecoder, "draft", lambda *_: known[(n := next(place)) : n + 1])
-    _, cache, _ = prompt_of(pipe)
-    caches, text = [cache, cache.fork(), cache.fork()], 7 + torch.randperm(400)[:300]
+    # Each has its own slots, so that no plan takes those of another.
+    caches = [OscarCache(policy, model=pipe.model) for _ in range(3)]
+    for cache in caches:
+        prompt_of(pipe, cache)
+    generator, where = torch.Generator().manual_seed(0), pipe.family.device
+    text = 7 + torch.randperm(400, generator=generator)[:300]
+    captures = "auto" if device == "cuda" else Repeat(), None
     captured, eager = (
-        DraftRunner(pipe.model, one, (4,), device, 2, capture)
-        for one, capture in zip(caches, ("auto", None), strict=False)
+        DraftRunner(pipe.model, one, (4,), where, 2, capture)
+        for one, capture in zip(caches[:2], captures, strict=True)
     )
-    steps = GraphRunner(pipe.model, caches[2], 1, (4,), device, None)
-    start = done = cache.get_seq_length()
-    steps.place([start])
-    passes, live = 0, torch.zeros(1, dtype=torch.bool)
+    others = [GraphRunner(pipe.model, one, 1, (4,), where, None) for one in caches]
+    start = done = caches[0].get_seq_length()
+    found_logits, expected_logits = list[torch.Tensor](), list[torch.Tensor]()
+    passes, launched, live = 0, 0, torch.zeros(1, dtype=torch.bool)
+
+    def step(index: int) -> torch.Tensor:
+        others[index].place([done])
+        return others[index](text[done - start][None].to(where), live)
+
     for accepted in (0, 2, 1, 2, 0, 1) * 20:
         own = text[done - start :]
         known.copy_(own[1:3])
@@ -395,14 +417,13 @@ def test_passes_on_a_gpu(on_gpu: Path, policy: str, monkeypatch: pytest.MonkeyPa
         assert (found[0] is None) == (found[1] is None)
         passes += found[0] is not None
         for number in range(accepted + 1 if found[0] is not None else 1):
-            expected = steps(own[number : number + 1].to(device), live)
-            for runner, verified in zip((captured, eager), found, strict=True):
-                if verified is None:
-                    other = GraphRunner(pipe.model, runner._cache, 1, (4,), device, None)
-                    other.place([done])
-                    other(own[:1].to(device), live)
+            expected = step(2)
+            for index, runner in enumerate((captured, eager)):
+                if (verified := found[index]) is None:
+                    step(index)
                     continue
-                assert relative_error(verified.logits[number : number + 1], expected) <= 0.05
+                found_logits.append(verified.logits[number].clone())
+                expected_logits.append(expected[0].clone())
                 assert number == 0 or runner.accept()
             done += 1
         for runner, verified in zip((captured, eager), found, strict=True):
@@ -410,13 +431,27 @@ def test_passes_on_a_gpu(on_gpu: Path, policy: str, monkeypatch: pytest.MonkeyPa
                 runner.finish()
         if done - start > 250:
             break
-    assert passes > 60 and captured._replay is not None
+        # Another token has come than the one whose pass was launched early.
+        own, wrong = text[done - start :], int(done % 5 == 0)
+        known.copy_(own[1:3])
+        captured.ahead(int(own[wrong]), done)
+        launched += captured.is_ahead
+    assert passes > 60 and launched > 50
+    check_close(torch.stack(found_logits), torch.stack(expected_logits))
     for cache in caches[:2]:
         assert cache.get_seq_length() == caches[2].get_seq_length() == done
-        # What drafts read is known to steps from their second token on only.
-        for index, wanted in ((3, caches[2]), (4, eager._cache)):
+        # Steps know what drafts read from their second token on only.
+        for index, wanted in ((3, caches[2]), (4, caches[1])):
             for one, other in zip(cache.unpacked(index), wanted.unpacked(index), strict=True):
-                assert relative_error(one[0, 0], other[0, 0]) <= 0.3
+                check_close(one[0, 0], other[0, 0])
         for one, other in zip(cache.linear_layers, caches[2].linear_layers, strict=True):
             for state, wanted in zip(one.states, other.states, strict=True):
                 assert relative_error(state.flatten(1), wanted.flatten(1)) <= 0.05
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare rows; products of several rows are rounded otherwise, so that codes of 2 bits may
+    differ, in 16-bit precision those of most tokens."""
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.median() <= (0.02 if found.dtype == torch.float32 else 0.2), errors
+    assert (errors > 0.6).float().mean() <= 0.02, errors
