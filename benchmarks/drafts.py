@@ -74,14 +74,11 @@ class DraftLoop:
         drafts = verified.tokens.to("cpu", non_blocking=True)
         tokens, accepted = self._choose(verified.logits).listed(), 0
         drafts.tolist()
-        while (
-            accepted < self._count and self._random.random() < self._right and self._passes.accept()
-        ):
+        while accepted < self._count and self._random.random() < self._right:
             accepted += 1
-        self._passes.finish()
         self._token = tokens[accepted]
         self._position += 1 + accepted
-        self._passes.ahead(self._token, self._position)
+        self._passes.finish(accepted, self._token)
         return 1 + accepted
 
     def ordinary_step(self) -> None:

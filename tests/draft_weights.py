@@ -69,12 +69,12 @@ class Oracle:
             return run(runner, row, ahead=ahead)
 
         def launched(
-            runner: DraftRunner, token: int, at: int, run: Any = DraftRunner._launched
+            runner: DraftRunner, token: int, at: int, *given: int, run: Any = DraftRunner._launched
         ) -> Any:
-            start, device = at - first + 1, runner._ids.device
+            start, device = at - first + 1, runner._inputs.device
             own = known.setdefault(device, torch.zeros(8, dtype=torch.long, device=device))
             own.copy_(torch.tensor(drafts[start : start + 8]))
-            return run(runner, token, at)
+            return run(runner, token, at, *given)
 
         def verified(decoder: Any, *given: Any, run: Any = FastDecoder.verified) -> Any:
             nonlocal place

@@ -263,13 +263,10 @@ class DecodeRunner:
             row.next_logprob = logprob
             row.take(token)
             # With the first token, the drafts have arrived too.
-            is_right = place < len(drafts) and token == int(drafts[place])
-            if row.ended or not is_right or not self._drafts.accept():
+            if row.ended or place == len(drafts) or token != int(drafts[place]):
+                row.accepted += place
+                self._drafts.finish(place, token if ahead and not row.ended else None)
                 break
-            row.accepted += 1
-        self._drafts.finish()
-        if ahead and not row.ended:
-            self._drafts.ahead(row.tokens[-1], row.position)
         return True
 
     def _choices(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,8 +25,8 @@ _TEXT = np.full((1, 1), int(Modality.TEXT), np.int8)
 _log = logging.getLogger("oscar_mm")
 
 
-class _InflightPass(NamedTuple):
-    """A pass that has been launched; it has added nothing to the cache.
+class _Pass(NamedTuple):
+    """A pass that has been launched.
 
     Attributes:
         token, position: see ``DraftRunner.__call__``.
@@ -42,8 +43,8 @@ class _InflightPass(NamedTuple):
 class DraftRunner:
     """Runs passes that draft the next tokens of a row and verify them.
 
-    A pass adds only its first token to the cache. Drafts write to slots that no token has, and
-    states to tensors of this object, so that nothing is left of drafts that are not accepted.
+    A pass writes to slots that no token has, and states to tensors of this object, so that nothing
+    is left of drafts that are not accepted, or of a pass that was launched early in vain.
 
     Args:
         model: transformers model with ``Drafts``, which ``supports`` accepts, on one device.
@@ -68,25 +69,23 @@ class DraftRunner:
         assert drafts is not None
         self._index = drafts.index
         weight = model.get_input_embeddings().weight
-        self._ids = torch.zeros((1, 1), dtype=torch.long, device=device)
-        self._positions = torch.zeros(1 + count, dtype=torch.long, device=device)
-        self._positions = self._positions.view(*[1] * len(axes), -1, 1)
+        self._inputs = torch.zeros(2 + count, dtype=torch.long, device=device)
+        """The first token, and the positions of all."""
         self._hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=device)
         self._steps = GraphInputs(cache, 1 + count)
         self._states = StateChain(1 + count)
         self._capture = graph_capture(self._layers.devices) if capture == "auto" else capture
         self._replay: Callable[[], Verified] | None = None
         self._version: object = None
-        self._early: _InflightPass | None = None
-        self._verified: Verified | None = None
+        self._early: _Pass | None = None
+        self._pass: _Pass | None = None
         self._copies: list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = []
         self._ready: dict[int, tuple[StepPlan, StepPlan, Staged]] = {}
         """By the identity of its first token's plan: that plan, the step and its tables."""
-        self._accepted = 0
-        """Tokens of the pass that are in the cache."""
 
     def __call__(self, token: int, position: int) -> Verified | None:
-        """Draft tokens and compute the logits after each, which a later pass overwrites.
+        """Draft tokens and compute the logits after each, which a later pass overwrites; add the
+        first token to the cache.
 
         Args:
             token: last token of the row, which is not in the cache.
@@ -100,28 +99,43 @@ class DraftRunner:
             early = self._launched(token, position)
         if early is None:
             return None
+        # The rest is done while the device computes.
         [row] = self._cache.state_rows()
         assert row is not None
-        self._copies, self._accepted, self._verified = self._states.copies(row), 0, early.verified
-        if not self.accept():
-            raise RuntimeError("the cache has changed during a pass")
+        self._pass, self._copies = early, self._states.copies(row)
+        self._add_token()
         self._plan_next()
-        return self._verified
+        return early.verified
+
+    def finish(self, accepted: int, token: int | None = None) -> None:
+        """End the pass: its first ``accepted`` drafts count.
+
+        Args:
+            accepted: number of drafts that were right.
+            token: the token after them, with which the next pass is launched early if it is a
+                replay; None if no pass will follow. If the next call has another token, or another
+                step comes in between, that pass is discarded.
+        """
+        assert self._pass is not None
+        for targets, sources in self._copies[accepted]:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        self._copies = []
+        self._hidden.copy_(self._pass.verified.hidden[accepted : accepted + 1])
+        following, position = None, self._pass.position + 1 + accepted
+        if token is not None and self._replay is not None:
+            following = partial(self._launched, token, position)
+        # The device waits for the launch, not for the tables of the host.
+        early = None if following is None else following(accepted)
+        for _ in range(accepted):
+            self._add_token()
+        self._early = following() if early is None and following is not None else early
 
     @property
     def is_ahead(self) -> bool:
         """Whether a pass has been launched early."""
         return self._early is not None
 
-    def ahead(self, token: int, position: int) -> None:
-        """Launch a pass early, if it is a replay; see ``__call__``.
-
-        The cache does not change. If the next call has the same token, and no step has come in
-        between, it uses the launched pass; any other call discards it.
-        """
-        self._early = None if self._replay is None else self._launched(token, position)
-
-    def _is_next(self, early: _InflightPass, token: int, position: int) -> bool:
+    def _is_next(self, early: _Pass, token: int, position: int) -> bool:
         """Return whether the early pass did exactly what a pass with this token would do."""
         kv_manager = self._cache.kv_manager
         return (
@@ -130,56 +144,45 @@ class DraftRunner:
             and kv_manager.holds_chain(1 + self.count)
         )
 
-    def _launched(self, token: int, position: int) -> _InflightPass | None:
-        """Launch a pass; return None if that is not possible."""
-        step = self._planned()
-        plan = self._cache.kv_manager.next_plan()
+    def _add_token(self) -> None:
+        """Add the next token of the pass to the cache."""
+        if not self._cache.kv_manager.holds_plan:
+            raise RuntimeError("the cache has changed during a pass")
+        self._cache.replayed(self._cache.begin(_TEXT))
+
+    def _launched(self, token: int, position: int, first: int = 0) -> _Pass | None:
+        """Launch a pass; return None if that is not possible.
+
+        Args:
+            token, position: see ``__call__``.
+            first: number of planned tokens that the cache has yet to take before.
+        """
+        step = self._planned(first)
+        plan = self._cache.kv_manager.next_plan(first)
         if step is None or plan is None:
             return None
         if self._cache.hidden is not None:
             self._hidden.copy_(self._cache.hidden)
             self._cache.hidden = None
         numbers = np.array([token, *range(position, position + 1 + self.count)], np.int64)
-        inputs = upload(numbers, self._ids.device)
-        self._ids.copy_(inputs[:1, None])
-        self._positions.copy_(inputs[1:].view(self._positions.shape))
+        self._inputs.copy_(upload(numbers, self._inputs.device))
         [row] = self._cache.state_rows()
         assert row is not None
         with self._cache.trying(step), self._layers.chaining(self._states.rows(row)):
-            return _InflightPass(token, position, plan, self._run(step))
+            return _Pass(token, position, plan, self._run(step))
 
-    def accept(self) -> bool:
-        """Add the next token of the pass to the cache.
-
-        Returns:
-            Whether that is possible; if not, the token must be the first of the next pass.
-        """
-        if not self._cache.kv_manager.holds_plan:
-            return False
-        self._cache.replayed(self._cache.begin(_TEXT))
-        self._accepted += 1
-        return True
-
-    def finish(self) -> None:
-        """End the pass: its accepted tokens change the states."""
-        assert self._verified is not None
-        last = self._accepted - 1
-        for targets, sources in self._copies[last]:
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-        self._copies = []
-        self._hidden.copy_(self._verified.hidden[last : last + 1])
-
-    def _planned(self) -> StepPlan | None:
-        """Plan a step with a row for each token; None if that is not possible."""
+    def _planned(self, first: int) -> StepPlan | None:
+        """Plan a step with a row for each token after ``first`` others; None if that is not
+        possible."""
         self._cache.check_complete()
         if all(layer.index != self._index for layer in self._cache.packed_layers):
             return None  # The cache was begun without drafts.
         kv_manager, staged = self._cache.kv_manager, None
-        ready = self._ready.get(id(kv_manager.next_plan()))
+        ready = self._ready.get(id(kv_manager.next_plan(first)))
         if ready is not None and kv_manager.holds_chain(1 + self.count):
             _, step, staged = ready
         else:
-            step = kv_manager.planned_chain(1 + self.count)
+            step = None if first else kv_manager.planned_chain(1 + self.count)
         if step is None:
             return None
         self._cache.store.reserve()
@@ -204,7 +207,7 @@ class DraftRunner:
         if self._version != self._steps.version:
             self._replay, self._version = None, self._steps.version
             try:
-                self._replay = self._capture(self._verify, self._ids.device)
+                self._replay = self._capture(self._verify, self._inputs.device)
             except Exception as error:
                 _log.info("drafts run eagerly: %s", error.__context__ or error)
                 self._capture = None
@@ -212,5 +215,5 @@ class DraftRunner:
         return self._verify() if self._replay is None else self._replay()
 
     def _verify(self) -> Verified:
-        positions = self._positions.expand(*self._axes, -1, 1)
-        return self._layers.verified(self._ids, positions, self._hidden, self._cache)
+        positions = self._inputs[1:, None].expand(*self._axes, -1, 1)
+        return self._layers.verified(self._inputs[:1, None], positions, self._hidden, self._cache)
