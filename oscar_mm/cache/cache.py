@@ -414,12 +414,10 @@ class OscarCache(Cache):
 
     def pack_first(self) -> None:
         """Pack the tokens of a chained step, before its first layer."""
-        step = self.step
-        if step is None or step.packs_at_end:
-            self.end_step()
-            return
-        for layer in self.packed_layers:
-            layer.pack_stored(step)
+        assert self.step is not None
+        self.end_step()
+        for layer in () if self.step.packs_at_end else self.packed_layers:
+            layer.pack_stored(self.step)
 
     def store_only(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int

@@ -423,9 +423,9 @@ def test_passes_are_those_of_steps(
             captured.finish(accepted, int(own[int(done % 5 == 0)]))
             eager.finish(accepted)
         launched += captured.is_ahead
-        if done - start > 250:
+        if done - start > 190:
             break
-    assert passes > 60 and launched > 50
+    assert passes > 45 and launched > 40
     check_close(torch.stack(found_logits), torch.stack(expected_logits))
     for cache in caches[:2]:
         assert cache.get_seq_length() == caches[2].get_seq_length() == done
