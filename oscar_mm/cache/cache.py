@@ -397,21 +397,6 @@ class OscarCache(Cache):
         self.step, self._idle = step, _without_tokens(modalities)
         return step
 
-    @contextmanager
-    def trying(self, step: StepPlan) -> Iterator[None]:
-        """Within the block, the rows of a pass are consecutive tokens of the only row.
-
-        Args:
-            step: result of ``KVCacheManager.planned_chain``. None of its tokens counts until
-                ``begin`` receives it.
-        """
-        before, self.step = self.step, step
-        try:
-            yield
-        finally:
-            self.step = before
-            step.restart()
-
     def pack_first(self) -> None:
         """Pack the tokens of a chained step, before its first layer."""
         assert self.step is not None

@@ -325,7 +325,7 @@ class FastDecoder:
             ids: (1, 1): last token of the row.
             positions: (1 + drafts, 1), or (axes, 1 + drafts, 1), see ``__call__``.
             hidden: (1, hidden size): output of the decoder for the token before.
-            cache: cache within ``OscarCache.trying``, and the states in ``chaining``.
+            cache: cache in a chained step, with the states in ``chaining``.
         """
         drafts, embedded = self._drafts, self.embed(ids)
         assert drafts is not None

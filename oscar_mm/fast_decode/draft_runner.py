@@ -168,7 +168,7 @@ class DraftRunner:
         self._inputs.copy_(upload(numbers, self._inputs.device))
         [row] = self._cache.state_rows()
         assert row is not None
-        with self._cache.trying(step), self._layers.chaining(self._states.rows(row)):
+        with self._steps.dry_run(step), self._layers.chaining(self._states.rows(row)):
             return _Pass(token, position, plan, self._run(step))
 
     def _planned(self, first: int) -> StepPlan | None:

@@ -116,7 +116,7 @@ class FastDrafts:
                 draft, normalized output of this module.
             embedded: (1, hidden size): embedding of the token.
             angles: cosines and sines of RoPE, (1, head_dim) each.
-            cache: cache within ``OscarCache.trying``.
+            cache: cache in a chained step.
             place: row of the token in the step.
         """
         rows = self._joined(hidden, embedded)
