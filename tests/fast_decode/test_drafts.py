@@ -272,6 +272,27 @@ def test_chats(drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path
     assert answers[0] == answers[1]
 
 
+def test_answers_that_end_at_a_draft(
+    dense: Path, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in a pass an answer ends, the next turn is as without drafts."""
+    monkeypatch.setattr(draft_runner, "graph_capture", lambda devices: Repeat())
+    drafting, answer = pipeline(dense, drafts=True), ids(plain)
+    new = [place for place, token in enumerate(answer) if answer.index(token) == place]
+    for place in [place for place in new if place > 20][:3]:
+        turns = list[tuple[list[int], list[int]]]()
+        for pipe in (plain, drafting):
+            chat = pipe.chat()
+            with monkeypatch.context() as patch:
+                Oracle(patch, answer)
+                how = {"stop_token_ids": [answer[place]], "max_new_tokens": LENGTH}
+                first = chat.ask(QUESTION, **how)
+            second = chat.ask("And then?", max_new_tokens=8)
+            turns.append((first.token_ids, second.token_ids))
+            assert first.accepted_drafts > 8 or pipe is plain
+        assert turns[0] == turns[1] and turns[0][0] == answer[:place]
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_drafts_of_one_request_only(
     captured: bool, dense: Path, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
