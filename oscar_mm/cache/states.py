@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -330,6 +331,8 @@ class StateChain:
     def __init__(self, count: int) -> None:
         self._count = count
         self._after: list[dict[int, LinearLayer]] = []
+        self._sources: list[list[list[torch.Tensor]]] = []
+        """For each token, the states after it, by dtype."""
 
     def rows(self, row: StateRow) -> list[StateRow]:
         """Return a row for each token: its layers are those after the token before.
@@ -340,22 +343,27 @@ class StateChain:
         if not self._after:
             mine = {i: x for i, x in enumerate(row.layers) if isinstance(x, LinearLayer)}
             self._after = [{i: x.empty() for i, x in mine.items()} for _ in range(self._count)]
+            self._sources = [_by_dtype(after.values()) for after in self._after]
         later = [[after.get(index) for index in range(len(row.layers))] for after in self._after]
         layers = [row.layers, *later[:-1]]
         return [StateRow(own, after, 0) for own, after in zip(layers, self._after, strict=True)]
 
-    def copies(self, row: StateRow) -> list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]]:
-        """Return, for each token, what to copy so that ``row`` has the states after it: targets and
-        sources of the same dtype."""
-        targets = states_of(row.layers[index] for index in self._after[0])
-        places = {
-            dtype: [place for place, one in enumerate(targets) if one.dtype == dtype]
-            for dtype in dict.fromkeys(target.dtype for target in targets)
-        }
-        return [
-            [([targets[x] for x in same], [sources[x] for x in same]) for same in places.values()]
-            for sources in (states_of(after.values()) for after in self._after)
-        ]
+    def targets(self, row: StateRow) -> list[list[torch.Tensor]]:
+        """Return the row's states by dtype, for ``take``."""
+        return _by_dtype(row.layers[index] for index in self._after[0])
+
+    def take(self, targets: Sequence[list[torch.Tensor]], token: int) -> None:
+        """Copy the states after a token to those of the row."""
+        for some, sources in zip(targets, self._sources[token], strict=True):
+            torch._foreach_copy_(some, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _by_dtype(layers: Iterable[LinearLayer]) -> list[list[torch.Tensor]]:
+    """Return the states of layers, those of the same dtype in a list."""
+    found = defaultdict[torch.dtype, list[torch.Tensor]](list)
+    for state in states_of(layers):
+        found[state.dtype].append(state)
+    return list(found.values())
 
 
 class Marks:

@@ -589,7 +589,11 @@ class GraphTables:
         tables = self._tables_of_tokens(step)
         of_tokens = laid_out(tuple(tables.values()))
         found += [(whole, of_tokens) for whole, _ in self._on_device.values()]
-        return [(target, _on_host(table, target)) for target, table in found]
+        targets, arrays = zip(*found, strict=True)
+        # All in one tensor, since each takes time to pin.
+        whole = _on_host(np.concatenate([array.ravel() for array in arrays]), targets[0])
+        parts = whole.split([target.numel() for target in targets])
+        return [(one, part.view(one.shape)) for one, part in zip(targets, parts, strict=True)]
 
     def write(self, step: StepPlan) -> None:
         """Write all tables of a step that ``takes`` accepts."""

@@ -79,7 +79,8 @@ class DraftRunner:
         self._version: object = None
         self._early: _Pass | None = None
         self._pass: _Pass | None = None
-        self._copies: list[list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = []
+        self._targets: list[list[torch.Tensor]] = []
+        """The row's states."""
         self._ready: dict[int, tuple[StepPlan, StepPlan, Staged]] = {}
         """By the identity of its first token's plan: that plan, the step and its tables."""
 
@@ -102,7 +103,7 @@ class DraftRunner:
         # The rest is done while the device computes.
         [row] = self._cache.state_rows()
         assert row is not None
-        self._pass, self._copies = early, self._states.copies(row)
+        self._pass, self._targets = early, self._states.targets(row)
         self._add_token()
         self._plan_next()
         return early.verified
@@ -117,9 +118,8 @@ class DraftRunner:
                 step comes in between, that pass is discarded.
         """
         assert self._pass is not None
-        for targets, sources in self._copies[accepted]:
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-        self._copies = []
+        self._states.take(self._targets, accepted)
+        self._targets = []
         self._hidden.copy_(self._pass.verified.hidden[accepted : accepted + 1])
         following, position = None, self._pass.position + 1 + accepted
         if token is not None and self._replay is not None:
