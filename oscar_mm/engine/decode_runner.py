@@ -137,6 +137,8 @@ class DecodeRunner:
         self._sampler = Sampler([], device, self._ranks)
         self._has_drafts = self._ranks.count == 1 and Drafts.of(model) is not None
         self._drafts: DraftRunner | None = None
+        self._pass_sampler: Sampler | None = None
+        """Sampler of a pass with drafts, for the current rows."""
         self._tokens: torch.Tensor | None = None
         """(batch,) ids of each row's last token on the device; None if only the host has them."""
 
@@ -168,7 +170,7 @@ class DecodeRunner:
     def set_rows(self, rows: Sequence[RequestState | None]) -> None:
         """Set the rows to decode, in the order of the cache's rows."""
         self.rows, self._tokens = list(rows), None
-        self._sampler = self._sampler_of(rows)
+        self._sampler, self._pass_sampler = self._sampler_of(rows), None
 
     def _sampler_of(self, rows: Sequence[RequestState | None]) -> Sampler:
         samplers = [None if row is None else row.sampler for row in rows]
@@ -227,7 +229,7 @@ class DecodeRunner:
             steps.ahead(self._tokens, _flags(no_more), self.piece)
         _give(rows, chosen)
         if following is not None:
-            self._sampler = self._sampler_of(self.rows)
+            self._sampler, self._pass_sampler = self._sampler_of(self.rows), None
 
     @property
     def _drafting(self) -> RequestState | None:
@@ -273,10 +275,12 @@ class DecodeRunner:
         self, row: RequestState, logits: torch.Tensor
     ) -> Iterator[tuple[int, TokenLogprob | None]]:
         """Yield the tokens sampled from (tokens, vocabulary) logits, each given those before it."""
-        sampling = row.sampler.sampling
+        sampling, sampler = row.sampler.sampling, self._sampler
         alone = sampling.edits_logits or sampling.seed is not None
+        if not alone:
+            self._pass_sampler = self._pass_sampler or self._sampler_of([row] * len(logits))
+            sampler = self._pass_sampler
         for some in logits.split(1) if alone else [logits]:
-            sampler = self._sampler if alone else self._sampler_of([row] * len(some))
             chosen = sampler(some)
             tokens = chosen.listed()
             logprobs = chosen.logprobs(tokens)
