@@ -271,6 +271,8 @@ class FastDecoder:
             states = hidden.flatten(0, 1), *self.angles(hidden, states[1])
             cache.attend_packed(None)
         rows, cosine, sine = states
+        if self._drafts is not None:  # Drafts read the embeddings, which layers may overwrite.
+            rows = rows.clone()
         for layer in part.layers:
             rows = layer(rows, cosine, sine, cache)
         indices = [index for layer in part.layers for index in layer.cache_layers]
@@ -339,7 +341,7 @@ class FastDecoder:
             tokens.append(self.draft(rows, drafts))
             outputs = drafts.norm.at_once(rows)
             embedded = torch.cat([embedded, self._embed(tokens[-1])])
-        rows = embedded
+        rows = embedded.clone()  # Layers may overwrite them.
         for layer in self._parts[0].layers:
             rows = layer(rows, cosine, sine, cache)
         outputs = self._norm.at_once(rows)
