@@ -27,11 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish() -> None:
-    # What was imported and collected by now stays. Looking through it takes a fifth of a second at
-    # each gc.collect(), which benchmarks call for every cell.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays, and is never looked through for garbage: that would
+    take a second at each gc.collect(), which benchmarks call for every cell, and pytest at the
+    end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,10 +50,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
     with gpu_lock(run, alone=marker.kwargs.get("alone", False)):
         return (yield)
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 def built(family: str, factory: pytest.TempPathFactory) -> Path:

@@ -4,6 +4,7 @@ The names of the package come first, so that each is found where nothing else wa
 """
 
 # ruff: noqa: F401, F403, I001
+import gc
 import os
 
 # Otherwise the question whether there is a GPU, which transformers asks when it is imported, makes
@@ -21,3 +22,5 @@ import transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe
 import transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe
 import transformers.models.qwen3_vl.modeling_qwen3_vl
 import transformers.models.qwen3_vl.processing_qwen3_vl
+
+gc.freeze()  # Nothing of this is garbage, and no process need look through it.
