@@ -6,7 +6,6 @@ python -m benchmarks.several_gpus [--model qwen3-vl-8b] [--context 32768] [--gpu
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from benchmarks.profiling import release
 from benchmarks.random_model import NEVER, RELEASED, Released, build
@@ -84,13 +84,11 @@ def measure_placement(
 
 
 def by_ranks(folder: Path, gpus: int, pictures: tuple[int, int], answer: int) -> dict[str, Any]:
-    """Measure a checkpoint with torchrun; return rank 0's figures and the bytes of all ranks."""
-    run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "--module")
-    numbers = map(str, (*pictures, answer))
-    subprocess.run(
-        [sys.executable, "-m", *run, "benchmarks.several_gpus", "--rank-of", str(folder), *numbers],
-        check=True,
-    )
+    """Measure a checkpoint by processes of torchrun; return rank 0's figures and the bytes of all
+    ranks."""
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    group = LaunchConfig(1, 1, gpus, max_restarts=0, start_method="forkserver", **place)
+    elastic_launch(group, as_rank)(folder, *pictures, answer)
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(gpus)]
     sums = {
         kind: {k: v for rank in ranks for k, v in rank[kind].items()} for kind in ("kv", "peak")
@@ -142,9 +140,6 @@ def _with_two_kv_heads(released: Released) -> Released:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 1 if the answers of ranks differ."""
-    if arguments[:1] == ["--rank-of"]:
-        as_rank(Path(arguments[1]), *map(int, arguments[2:]))
-        return 0
     command_line = parser("benchmarks.several_gpus", __doc__)
     command_line.add_argument("--model", choices=RELEASED, default="qwen3-vl-8b")
     command_line.add_argument("--context", type=int, default=32768, help="tokens of images")

@@ -2,6 +2,7 @@
 
 import pytest
 
+import tests.processes  # noqa: F401 - ranks are forked from its server, which has their imports.
 from benchmarks import several_gpus
 from benchmarks.record import Record
 
