@@ -18,9 +18,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.imported"])
+FORKS = "forkserver" in multiprocessing.get_all_start_methods()
+"""Whether the system can fork processes; Windows cannot."""
+if FORKS:
+    _CONTEXT = multiprocessing.get_context("forkserver")
+    _CONTEXT.set_forkserver_preload(["tests.imported"])
 
 
 def without_notes(errors: bytes) -> bytes:
@@ -32,6 +37,8 @@ def without_notes(errors: bytes) -> bytes:
 
 class Forked:
     """A process that calls a function; killed where its ``with`` block ends, if it still runs.
+
+    Where the system cannot fork, the test is skipped.
 
     Args:
         function: of a module, as it is sent by its name.
@@ -49,6 +56,8 @@ class Forked:
         *arguments: Any,
         environment: dict[str, str] | None = None,
     ) -> None:
+        if not FORKS:
+            pytest.skip("needs processes that are forked")
         (stdin, self.stdin), (stdout, self.stdout), (stderr, self.stderr) = map(_pipe, "wrr")
         theirs = (stdin, stdout, stderr)
         self._process = _CONTEXT.Process(

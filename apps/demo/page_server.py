@@ -117,7 +117,7 @@ def _mounted(page: Any, sessions: Sessions, host: str, folder: Path) -> FastAPI:
         pwa=False,
         mcp_server=False,
         theme=Base(font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"),
-        head=f"<style>{_STYLE.read_text()}\n{icon_style()}</style>",
+        head=f"<style>{_STYLE.read_text('utf-8')}\n{icon_style()}</style>",
     )
     # Closing the page ends the streams of ``page.app``.
     [page.app] = [route.app for route in app.routes if isinstance(route, Mount)]

@@ -15,6 +15,9 @@ import torch
 
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.errors import MemoryBusy
+from tests.processes import FORKS
+
+posix = pytest.mark.skipif(not FORKS, reason="needs fork and signals between processes")
 
 
 class Steps:
@@ -197,6 +200,7 @@ def test_a_call_that_does_not_begin_in_time_never_runs() -> None:
     assert not ran
 
 
+@posix
 def test_an_interrupt_ends_the_wait_and_not_the_step(request: pytest.FixtureRequest) -> None:
     # A background job ignores it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -232,6 +236,7 @@ def test_an_interrupt_ends_the_wait_and_not_the_step(request: pytest.FixtureRequ
     assert steps.made == 1 and not ran
 
 
+@posix
 def test_a_forked_process_has_its_own_thread() -> None:
     thread = EngineThread()
     steps = Steps(thread, 3)
@@ -264,6 +269,7 @@ def test_an_error_of_a_watcher_ends_nothing(caplog) -> None:
     assert steps.made == 5 and "after each step failed" in caplog.text
 
 
+@posix
 def test_the_interpreter_waits_at_exit_for_the_end_of_a_step(tmp_path) -> None:
     """An early handler may still call the engine, whose thread has ended by then."""
     program = tmp_path / "program.py"

@@ -64,7 +64,7 @@ def ranks_of(function: Callable[..., None], *arguments: Any) -> Iterator[list[Fo
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # The variables of torchrun; tests/benchmarks/test_several_gpus.py calls torchrun itself.
+    # The variables of torchrun, which tests/benchmarks/test_several_gpus.py starts.
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with ExitStack() as stack:
