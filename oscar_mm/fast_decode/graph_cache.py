@@ -26,13 +26,21 @@ class GraphCache:
         capture: capture function.
         device: device of the work.
         most: maximum number of graphs; the least recently used one is dropped.
+        what: subject and verb of the warning that the work runs eagerly.
 
     Attributes:
         fails: whether a capture failed; from then on, work without a graph runs eagerly.
     """
 
-    def __init__(self, capture: Capture, device: torch.device, most: int = MAX_GRAPHS) -> None:
-        self._capture, self._device, self._most, self.fails = capture, device, most, False
+    def __init__(
+        self,
+        capture: Capture,
+        device: torch.device,
+        most: int = MAX_GRAPHS,
+        what: str = "short prompts are read",
+    ) -> None:
+        self._capture, self._device, self._most, self._what = capture, device, most, what
+        self.fails = False
         self._ran = set[Hashable]()
         self._replays = OrderedDict[Hashable, Callable[[], Any]]()
 
@@ -53,8 +61,8 @@ class GraphCache:
                 # Ending a broken capture raises an error that hides the cause.
                 self.fails = True
                 _log.warning(
-                    "short prompts are read eagerly: no CUDA graph could be captured: %s",
-                    error.__context__ or error,
+                    "%s eagerly: no CUDA graph could be captured: %s",
+                    *(self._what, error.__context__ or error),
                 )
             while len(self._replays) > self._most:
                 self._replays.popitem(last=False)

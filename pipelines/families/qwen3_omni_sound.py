@@ -1,14 +1,13 @@
 """Sound of Qwen3-Omni's speech: codes to samples, piece by piece, for several voices at once.
 
 Pieces of the same shape run together. The first ones of an answer have less context than later
-ones, which all have one shape and are a CUDA graph.
+ones, which all have one shape. All of them are CUDA graphs, except for the last piece of an answer.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +15,16 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.engine.speech import PIECE_FRAMES, SIZES
+from oscar_mm.engine.speech import FIRST_FRAMES, PIECE_FRAMES, SIZES
+from oscar_mm.fast_decode.graph_cache import GraphCache
 from oscar_mm.fast_decode.graph_runner import graph_capture
 from oscar_mm.modules import devices
 from oscar_mm.ops.decode_tables import upload
 
-_log = logging.getLogger("oscar_mm")
+_WORK = "speech is decoded"
+_MAX_GRAPHS = 64
+"""Maximum number of graphs: one for each number of voices and shape of a piece; there are about 7
+shapes."""
 
 
 class _Inputs(NamedTuple):
@@ -38,6 +41,10 @@ class _Inputs(NamedTuple):
     starts: torch.Tensor
     past: torch.Tensor
     context: torch.Tensor
+
+    def of_shape(self, frames: int, context: int) -> _Inputs:
+        """Return views with fewer frames."""
+        return self._replace(codes=self.codes[..., :frames], context=self.context[:, :context])
 
 
 class _Outputs(NamedTuple):
@@ -93,8 +100,14 @@ class Waves:
         head_dim = own or config.hidden_size // config.num_attention_heads
         self._window = config.sliding_window
         self._past = config.num_hidden_layers, 2, heads, self._window - 1, head_dim
-        self._capture = graph_capture(devices(code2wav), small=True)
-        self._by_size: dict[int, _Captured] = {}
+        places = devices(code2wav)
+        capture = graph_capture(places, small=True)
+        graphs = (
+            None if capture is None else GraphCache(capture, next(iter(places)), _MAX_GRAPHS, _WORK)
+        )
+        self._graphs = graphs
+        self._fixed: dict[int, _Inputs] = {}
+        """Inputs at fixed addresses for each number of voices, with the longest context."""
 
     @torch.inference_mode()
     def __call__(self, sounds: Sequence[Sound]) -> list[np.ndarray]:
@@ -117,9 +130,9 @@ class Waves:
 
     def _pieces(self, sounds: Sequence[Sound]) -> list[np.ndarray]:
         """Return the samples of the next piece of each sound; the pieces have the same shapes."""
-        usual = self._shape(sounds[0]) == (self._context_frames, PIECE_FRAMES)
+        recurs = self._shape(sounds[0])[1] == (PIECE_FRAMES if sounds[0].frames else FIRST_FRAMES)
         inputs = self._inputs(sounds)
-        outputs = self._replayed(inputs) if usual and self._capture else self._computed(inputs)
+        outputs = self._replayed(inputs) if recurs else self._computed(inputs)
         waves = outputs.wave.float().cpu().numpy()
         frames, context = inputs.codes.shape[2], inputs.context.shape[1]
         found = []
@@ -176,42 +189,31 @@ class Waves:
         return wave[:, 0].clamp(min=-1, max=1)
 
     def _replayed(self, inputs: _Inputs) -> _Outputs:
-        """Run the model by a CUDA graph, with padding up to one of ``SIZES``."""
-        count = len(inputs.codes)
-        size = next(size for size in SIZES if size >= count)
-        if size not in self._by_size:  # The first pass is eager: it may create plans and handles.
-            self._by_size[size] = _Captured(inputs, size)
+        """Run the model by a CUDA graph, if they are supported, with padding up to one of
+        ``SIZES``."""
+        if self._graphs is None or self._graphs.fails:
             return self._computed(inputs)
-        captured = self._by_size[size]
-        captured.fill(inputs)
-        if captured.replay is None and self._capture is not None:
-            try:
-                work = partial(self._computed, captured.inputs)
-                captured.replay = self._capture(work, inputs.codes.device)
-            except Exception as error:
-                # Ending a broken capture raises an error that hides the cause.
-                _log.warning("speech is decoded eagerly: %s", error.__context__ or error)
-                self._capture = None
-        outputs = self._computed(captured.inputs) if captured.replay is None else captured.replay()
+        count, frames, context = len(inputs.codes), inputs.codes.shape[2], inputs.context.shape[1]
+        size = next(size for size in SIZES if size >= count)
+        fixed = self._fixed_inputs(inputs, size).of_shape(frames, context)
+        for mine, given in zip(fixed, inputs, strict=True):
+            mine[:count] = given
+        outputs = self._graphs.run((size, frames, context), partial(self._in_place, fixed))
         return _Outputs(*(x[:count].clone() for x in outputs))  # The next replay overwrites them.
 
+    def _in_place(self, fixed: _Inputs) -> _Outputs:
+        """Run the model, and overwrite ``past``, so that graphs of all shapes share its memory."""
+        outputs = self._computed(fixed)
+        return outputs._replace(past=fixed.past.copy_(outputs.past))
 
-class _Captured:
-    """Inputs of a captured pass, at fixed addresses.
-
-    Args:
-        inputs: inputs of another pass of this shape.
-        size: number of voices.
-    """
-
-    def __init__(self, inputs: _Inputs, size: int) -> None:
-        self.inputs = _Inputs(*(x.new_zeros(size, *x.shape[1:]) for x in inputs))
-        self.replay: Callable[[], _Outputs] | None = None
-
-    def fill(self, inputs: _Inputs) -> None:
-        """Copy the inputs of the next pass."""
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine[: len(given)] = given
+    def _fixed_inputs(self, inputs: _Inputs, size: int) -> _Inputs:
+        """Return inputs at fixed addresses for a number of voices."""
+        if size not in self._fixed:
+            codes = inputs.codes.new_zeros(size, inputs.codes.shape[1], PIECE_FRAMES)
+            starts, past = (x.new_zeros(size, *x.shape[1:]) for x in (inputs.starts, inputs.past))
+            shape = size, self._context_frames, inputs.context.shape[2]
+            self._fixed[size] = _Inputs(codes, starts, past, inputs.context.new_zeros(shape))
+        return self._fixed[size]
 
 
 class _LatestFrames:
