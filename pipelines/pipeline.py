@@ -30,7 +30,7 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.request_options import RequestOptions, split_media, split_template
 from oscar_mm.engine.sampling import Sampling
-from oscar_mm.engine.speech import Speech, ToSpeak
+from oscar_mm.engine.speech import Speech, VoiceInputs
 from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.engine.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.errors import InputError, shown
@@ -673,7 +673,7 @@ class Pipeline:
             return Request(*arguments, tools=tools)
         talker = self.family.talker
         assert talker is not None, "check_speech returned the speaker"
-        voice = talker.voice(ToSpeak(prompt, speaker, sampling.seed))
+        voice = talker.voice(VoiceInputs(prompt, speaker, sampling.seed))
         how: dict[str, Any] = {"talker": talker, "voice": voice, "script": script}
         return SpokenRequest(*arguments, tools=tools, **how)
 

@@ -21,6 +21,7 @@ from oscar_mm.apps.demo.conversation_list import conversation_list, ids_in
 from oscar_mm.apps.demo.curve_picture import curve_picture
 from oscar_mm.apps.demo.examples import Example
 from oscar_mm.apps.demo.hands_free import SPEAKING, Ears
+from oscar_mm.apps.demo.live_speech import in_16_bit
 from oscar_mm.apps.demo.measured_chat import UPDATES_PER_S
 from oscar_mm.apps.demo.memory_panel import (
     MODELS,
@@ -34,7 +35,6 @@ from oscar_mm.apps.demo.memory_panel import (
 from oscar_mm.apps.demo.model_choice import ModelChoice
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.sessions import Sessions
-from oscar_mm.apps.demo.spoken_answer import in_16_bit
 from oscar_mm.apps.demo.transcript import as_markdown, history, live
 from oscar_mm.apps.demo.visitor_input import SessionSettings, as_int
 from oscar_mm.errors import InputError

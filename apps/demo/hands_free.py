@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oscar_mm.apps.demo.spoken_answer import QUIET, in_16_bit
+from oscar_mm.apps.demo.live_speech import QUIET, in_16_bit
 from oscar_mm.apps.demo.visitor_input import LIMITS, MAX_STORED_BYTES, stored_bytes
 from oscar_mm.apps.turn_detection import Ended, SpeechDetector
 from oscar_mm.errors import InputError

@@ -17,7 +17,7 @@ from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import Cancelled
 
 if TYPE_CHECKING:
-    from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
+    from oscar_mm.apps.demo.live_speech import LiveSpeech
     from oscar_mm.chat.chat import Chat
 
 STATES, TABLES = "states", "tables"
@@ -171,7 +171,7 @@ class MeasuredChat:
         options: Mapping[str, Any],
         stop: threading.Event,
         parts: Sequence[Any] = (),
-        aloud: SpokenAnswer | None = None,
+        aloud: LiveSpeech | None = None,
     ) -> Generator[str]:
         """Yield the answer so far, several times during generation and once at the end.
 

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oscar_mm.apps.demo import spoken_answer, visitor_input
+from oscar_mm.apps.demo import live_speech, visitor_input
 from oscar_mm.apps.demo.charts import NOT_INSPECTED
 from oscar_mm.apps.demo.conversation_list import LIST_SCRIPT, MAX_LISTED, conversation_list
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
@@ -207,7 +207,7 @@ def _talk_parts(handlers: Handlers) -> dict[str, Any]:
             waveform_options=gr.WaveformOptions(show_recording_waveform=False),
             elem_id="spoken",
         )
-        _HTML(spoken_answer.MARKUP, js_on_load=spoken_answer.SCRIPT, elem_id="voice")
+        _HTML(live_speech.MARKUP, js_on_load=live_speech.SCRIPT, elem_id="voice")
         key = gr.Textbox(label="Speech", visible="hidden")
     return {"hands": hands, "microphone": microphone, "spoken": spoken, "speech": key}
 
@@ -373,8 +373,8 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         microphone.stop_recording(
             handlers.talk, [microphone, *options, *scenario], answered, **answer
         )
-        speech.change(None, speech, None, js=spoken_answer.PLAY_SCRIPT, **private)
-        parts["stop"].click(None, None, None, js=f"() => {{ {spoken_answer.QUIET}; }}", **private)
+        speech.change(None, speech, None, js=live_speech.PLAY_SCRIPT, **private)
+        parts["stop"].click(None, None, None, js=f"() => {{ {live_speech.QUIET}; }}", **private)
         told = gr.Textbox(label="Heard", visible="hidden")
         hands = parts["hands"]
         heard = hands.input(handlers.hear, None, told, **private)

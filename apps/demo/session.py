@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.conversation_list import MAX_TITLE, Summary, title_of
+from oscar_mm.apps.demo.live_speech import LiveSpeech
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
 from oscar_mm.apps.demo.media_hint import media_hint
-from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
 from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
 from oscar_mm.apps.demo.visitor_input import (
     MAX_FILES,
@@ -77,7 +77,7 @@ class Session:
         self._writing, self.is_unsaved = threading.Lock(), False
         self.name = ""
         self.ears: Ears | None = None
-        self.aloud: SpokenAnswer | None = None
+        self.aloud: LiveSpeech | None = None
         self._begin(settings or sessions.settings)
 
     def _begin(self, settings: SessionSettings) -> None:
@@ -150,7 +150,7 @@ class Session:
             exchange = Exchange(*shown, options={"seed": seed, **options}, is_talk=is_talk)
             self._show(exchange)
             self.active = exchange
-            aloud = SpokenAnswer()
+            aloud = LiveSpeech()
             if is_talk:
                 self.aloud = aloud
             try:

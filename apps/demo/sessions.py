@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.conversation_list import ID, MAX_TITLE, Summary, title_of
+from oscar_mm.apps.demo.live_speech import LiveSpeech
 from oscar_mm.apps.demo.measured_chat import MemorySample
 from oscar_mm.apps.demo.session import Session
-from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
 from oscar_mm.apps.demo.transcript import PreviewStore
 from oscar_mm.apps.demo.visitor_input import SessionSettings
 from oscar_mm.apps.model_card import ModelCard
@@ -230,7 +230,7 @@ class Sessions:
         if self.folder is not None and session in self:
             self.folder.save_later(session)
 
-    def speech(self, key: str) -> SpokenAnswer | None:
+    def speech(self, key: str) -> LiveSpeech | None:
         """Return the speech with this key if it is a session's latest; otherwise None."""
         with self._lock:
             found = [session.aloud for session in self._sessions.values()]

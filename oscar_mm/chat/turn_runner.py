@@ -33,7 +33,7 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.request import PrefillRequest, Request
 from oscar_mm.engine.request_options import QuestionOptions, split_media
 from oscar_mm.engine.sampling import Sampling
-from oscar_mm.engine.speech import NOT_BEGUN, Begun, Speech, ToSpeak, Voice
+from oscar_mm.engine.speech import NOT_BEGUN, Begun, Speech, Voice, VoiceInputs
 from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.media.media import Media
@@ -458,7 +458,7 @@ class TurnRunner:
         speaker = asked.speaker or talker.speakers[0]
         begun = NOT_BEGUN if turn is None else Begun(turn.tokens, tuple(turn.states))
         past = before.heard, before.missed()
-        return talker.voice(ToSpeak(asked.whole, speaker, sampling.seed, *past, begun))
+        return talker.voice(VoiceInputs(asked.whole, speaker, sampling.seed, *past, begun))
 
     def _request(
         self, asked: _Asked, before: Conversation, voice: Voice | None, *more: Any, **how: Any

@@ -127,8 +127,8 @@ class Begun(NamedTuple):
 NOT_BEGUN = Begun()
 
 
-class ToSpeak(NamedTuple):
-    """An answer that is to be spoken.
+class VoiceInputs(NamedTuple):
+    """What a voice speaks, and how.
 
     Attributes:
         prompt: prompt of a single row, which begins the answer.
@@ -286,7 +286,7 @@ class Talker(ABC):
         row is a part."""
 
     @abstractmethod
-    def voice(self, answer: ToSpeak) -> Voice:
+    def voice(self, inputs: VoiceInputs) -> Voice:
         """Create the voice of an answer, whose speaker is one of ``speakers``.
 
         Raises:

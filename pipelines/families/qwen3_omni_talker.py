@@ -21,7 +21,16 @@ from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, as_argument, cache_of
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import NAN
-from oscar_mm.engine.speech import NOT_BEGUN, Begun, End, Heard, MediaStates, Talker, ToSpeak, Voice
+from oscar_mm.engine.speech import (
+    NOT_BEGUN,
+    Begun,
+    End,
+    Heard,
+    MediaStates,
+    Talker,
+    Voice,
+    VoiceInputs,
+)
 from oscar_mm.errors import InputError
 from oscar_mm.fast_decode.decoder import Capture, FastLayer
 from oscar_mm.fast_decode.graph_runner import graph_capture
@@ -86,8 +95,8 @@ class OmniVoice(Voice):
     """The speech of one answer, see ``Voice``.
 
     Args:
-        talker: talker that speaks the answer.
-        answer: the answer.
+        talker: talker that speaks the inputs.
+        answer: the inputs.
 
     Attributes:
         first_codes: codes that the talker has chosen; the last one is not in a frame yet.
@@ -98,9 +107,9 @@ class OmniVoice(Voice):
         sound: samples of the frames.
     """
 
-    def __init__(self, talker: Qwen3OmniTalker, answer: ToSpeak) -> None:
-        self._talker, self._speaker, prompt = talker, answer.speaker, answer.prompt
-        missed = torch.empty(0, dtype=torch.long) if answer.missed is None else answer.missed
+    def __init__(self, talker: Qwen3OmniTalker, inputs: VoiceInputs) -> None:
+        self._talker, self._speaker, prompt = talker, inputs.speaker, inputs.prompt
+        missed = torch.empty(0, dtype=torch.long) if inputs.missed is None else inputs.missed
         self._ids = torch.cat([missed, prompt.inputs["input_ids"][0].cpu()])
         self._questions, self._answer = talker.segments(self._ids)
         if self._answer is None or len(self._ids) < self._answer + _HEAD:
@@ -110,19 +119,19 @@ class OmniVoice(Voice):
             )
         is_medium = prompt.modalities[0].cpu() > Modality.TEXT
         self._is_medium = torch.cat([torch.zeros(len(missed), dtype=torch.bool), is_medium])
-        begun = answer.begun._replace(tokens=len(missed) + answer.begun.tokens)
+        begun = inputs.begun._replace(tokens=len(missed) + inputs.begun.tokens)
         states = OmniStates(talker, self._is_medium & self._questions, begun)
-        super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist(), states, answer.past)
+        super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist(), states, inputs.past)
         self._positions, self._following = self._question_positions(len(missed))
         self.first_codes: list[int] = []
         self.said = np.zeros(talker.model.config.text_config.vocab_size, dtype=bool)
         self.hidden: torch.Tensor | None = None
         self.position = 0
         self.generator = torch.Generator(talker.model.device)
-        if answer.seed is None:
+        if inputs.seed is None:
             self.generator.seed()
         else:
-            self.generator.manual_seed(answer.seed)
+            self.generator.manual_seed(inputs.seed)
         self.sound = Sound()
 
     @property
@@ -271,9 +280,9 @@ class Qwen3OmniTalker(Talker):
         """See ``Talker.states``."""
         return OmniStates(self, prompt.modalities[0].cpu() > Modality.TEXT)
 
-    def voice(self, answer: ToSpeak) -> OmniVoice:
+    def voice(self, inputs: VoiceInputs) -> OmniVoice:
         """See ``Talker.voice``."""
-        return OmniVoice(self, answer)
+        return OmniVoice(self, inputs)
 
     def heard_span(self, ids: torch.Tensor, start: int, stop: int) -> tuple[int, int]:
         """See ``Talker.heard_span``."""

@@ -14,9 +14,9 @@ import pytest
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.demo.handlers import Handlers
+from oscar_mm.apps.demo.live_speech import LiveSpeech
 from oscar_mm.apps.demo.measured_chat import MemorySample
 from oscar_mm.apps.demo.sessions import Sessions
-from oscar_mm.apps.demo.spoken_answer import SpokenAnswer
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from tests.apps.demo.conftest import COMPACT
 from tests.pipelines.conftest import NEVER
@@ -78,12 +78,12 @@ def test_the_page_gets_the_text_first_and_then_the_speech(
     assert 0 < len(said[0]) < len(said[1]) and answer.startswith(said[0].rstrip("\ufffd"))
 
 
-async def lines_of(spoken: SpokenAnswer) -> list[dict[str, Any]]:
+async def lines_of(spoken: LiveSpeech) -> list[dict[str, Any]]:
     return [json.loads(line) async for line in spoken.lines()]
 
 
 def test_speech_comes_while_the_answer_is_made(talking, uploads, monkeypatch) -> None:
-    session, add = talking.session("a"), SpokenAnswer.add
+    session, add = talking.session("a"), LiveSpeech.add
     found, heard = list[Any](), list[int]()
 
     def noted(spoken: Any, speech: Any, said: str) -> None:
@@ -93,7 +93,7 @@ def test_speech_comes_while_the_answer_is_made(talking, uploads, monkeypatch) ->
         heard.append(MemorySample.of(running.memory, 0).parts["speech"])
         add(spoken, speech, said)
 
-    monkeypatch.setattr(SpokenAnswer, "add", noted)
+    monkeypatch.setattr(LiveSpeech, "add", noted)
     talked(session, uploads / "tone.wav")
     now, report = session.conversation.curve.last, session.conversation.memory
     assert min(heard) > 0 and now.parts["speech"] == report.by_modality["speech"] > 0

@@ -1,4 +1,4 @@
-"""SpokenAnswer: the speech of an answer, which the page plays while it is made, with captions."""
+"""LiveSpeech: the speech of an answer, which the page plays while it is made, with captions."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _Piece(NamedTuple):
     said: str
 
 
-class SpokenAnswer:
+class LiveSpeech:
     """Speech of one answer: the thread of the answer adds pieces, and the page's server sends them.
 
     Attributes:
