@@ -127,13 +127,15 @@ class ChatWriter:
 
     def speech(self, index: int, speech: Speech) -> Iterator[str]:
         """Yield the event for a piece of speech."""
-        if self._spoken is not None:
-            yield self._event(index, self._spoken[index].sent(speech.samples))
+        if self._spoken is not None and (sent := self._spoken[index].sent(speech)):
+            yield self._event(index, sent)
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         """Yield the events after the last piece of an answer."""
         logprobs = logprobs_body(self._tokenizer, choice.logprobs)
         if self._spoken is not None:
+            if rest := self._spoken[index].rest():
+                yield self._event(index, rest)
             text = self._echo + choice.completed.answer.text
             yield self._event(index, self._spoken[index].end(text))
         yield self._event(index, {}, choice.completed.answer.finish_reason, logprobs)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from anyio.to_thread import run_sync
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -125,7 +126,8 @@ async def _events_of(
             events = written.piece(index, piece, answer.take_logprobs())
         else:
             assert isinstance(written, SpokenAnswerFormat)
-            events = written.speech(index, piece)
+            # Encoding a piece takes up to 10 ms.
+            events = await run_sync(list, written.speech(index, piece))
         for event in events:
             yield event
     for event in written.end(index, Choice(answer.completed, answer.take_logprobs())):

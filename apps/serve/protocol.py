@@ -39,7 +39,7 @@ from oscar_mm.apps.serve.media_parts import (
 from oscar_mm.apps.serve.spoken import (
     EarlierAudio,
     GivenAudio,
-    SpokenAnswers,
+    KeptTranscripts,
     SpokenFormat,
     check_modalities,
 )
@@ -459,7 +459,7 @@ def read_request(
     source: MediaSource,
     template: TemplateOptions = USUAL,
     spoken: SpokenFormat | None = None,
-    said: SpokenAnswers | None = None,
+    said: KeptTranscripts | None = None,
 ) -> ApiRequest:
     """Convert a body to a request: decode its media, and split its messages into turns.
 
@@ -475,7 +475,7 @@ def read_request(
     """
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
-    _fill_in_transcripts(body.messages, SpokenAnswers() if said is None else said)
+    _fill_in_transcripts(body.messages, KeptTranscripts() if said is None else said)
     decoder = MediaDecoder(source, body.cache_salt or "", UsualOptions(body))
     messages = [
         _decode_message(message, place, decoder) for place, message in enumerate(body.messages)
@@ -507,7 +507,7 @@ def read_request(
     return request
 
 
-def _fill_in_transcripts(messages: list[GivenMessage], said: SpokenAnswers) -> None:
+def _fill_in_transcripts(messages: list[GivenMessage], said: KeptTranscripts) -> None:
     """Fill in the text of assistant messages that refer to the audio of an earlier answer."""
     for place, message in enumerate(messages):
         if message.audio is None:

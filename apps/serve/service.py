@@ -61,7 +61,7 @@ from oscar_mm.apps.serve.responses_body import (
 from oscar_mm.apps.serve.speech_body import SpeechBody, SpeechWriter
 from oscar_mm.apps.serve.spoken import (
     GivenAudio,
-    SpokenAnswers,
+    KeptTranscripts,
     SpokenChoice,
     SpokenFormat,
     checked_speaker,
@@ -174,7 +174,7 @@ class Service:
         self.limits, self.names, self.name = limits, names, names[0]
         self.hurry = asyncio.Event()
         self.places = RequestQueue(limits.running, limits.waiting, metrics, limits.queue_s)
-        self.responses, self.said = KeptResponses(), SpokenAnswers()
+        self.responses, self.said = KeptResponses(), KeptTranscripts()
         self.known_media = KnownMedia()
         self._body_bytes = Counter[str]()
         """Size of all request bodies in memory, by the address of their clients."""
@@ -548,7 +548,7 @@ class Service:
         audio, pipe = body.audio or GivenAudio(), self.conversations.pipe
         names = {"field": "audio.voice", "asks": "modalities"}
         speaker = checked_speaker(pipe, audio.voice, **names)
-        return SpokenFormat(speaker, audio.format or "wav")
+        return SpokenFormat(speaker, audio.format or ("pcm16" if body.stream else "wav"))
 
     def bound_answer(self, sampling: dict[str, Any]) -> None:
         """Set the maximum answer length, which the chat later lowers to what fits in memory."""

@@ -17,10 +17,11 @@ from oscar_mm.apps.serve.protocol import ApiRequest, refuse_unsupported
 from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.serve.spoken import (
     MEDIA_TYPES,
+    WHY_NOT_WAV,
+    SoundEncoder,
     SpokenFormat,
     audio_file,
     checked_speaker,
-    pcm16,
 )
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.speech import Speech
@@ -32,6 +33,8 @@ from oscar_mm.tool_parsers.parser import Piece
 SPEECH = "/v1/audio/speech"
 _MAX_CHARACTERS = 4096
 """Maximum length of a text, in characters, as in OpenAI's API."""
+_WHOLE = ("wav", "flac")
+"""Formats of files that begin with their length; some readers of flac need it."""
 _REFUSED: dict[str, tuple[Any, ...]] = {"instructions": ("",), "speed": (1,)}
 """Unsupported fields, and the values (besides null) that do not change the speech."""
 
@@ -52,8 +55,11 @@ class SpeechBody(StrictModel):
     @model_validator(mode="after")
     def _check_supported(self) -> SpeechBody:
         refuse_unsupported(self.model_extra or {}, _REFUSED)
-        if self.stream_format == "sse" and self.response_format != "pcm":
-            raise FieldError("must be pcm with stream_format: sse", "response_format")
+        if self.stream_format == "sse" and self.response_format == "wav":
+            raise FieldError(
+                f"must be pcm, flac, mp3 or opus with stream_format: sse: {WHY_NOT_WAV}",
+                "response_format",
+            )
         return self
 
     def request(self, pipe: Pipeline) -> ApiRequest:
@@ -76,7 +82,7 @@ class SpeechBody(StrictModel):
             past=(),
             question=(Message("user", (READ_ALOUD,), "input"),),
             sampling={} if self.seed is None else {"seed": self.seed},
-            stream=self.response_format == "pcm",
+            stream=self.stream_format == "sse" or self.response_format not in _WHOLE,
             user=self.user or "",
             spoken=SpokenFormat(speaker, self.response_format),
             script=self.input,
@@ -84,8 +90,8 @@ class SpeechBody(StrictModel):
 
 
 class SpeechWriter:
-    """Formats the speech of a text, see ``AnswerFormat``: samples are sent as they are generated,
-    an audio file once it is complete.
+    """Formats the speech of a text, see ``AnswerFormat``: it is sent as it is generated, and a file
+    that begins with its length once it is complete.
 
     Args:
         body: the request.
@@ -98,6 +104,7 @@ class SpeechWriter:
         self._kind, self._has_events = body.response_format, body.stream_format == "sse"
         kind = "text/event-stream" if self._has_events else MEDIA_TYPES[self._kind]
         self.media_type: str = kind
+        self._encoder: SoundEncoder | None = None
 
     def whole(self, choices: Sequence[Choice], _: Mapping[str, Any]) -> Response:
         """Return the response with a file."""
@@ -115,14 +122,24 @@ class SpeechWriter:
         return iter(())
 
     def speech(self, _: int, speech: Speech) -> Iterator[bytes]:
-        """Yield the samples of a piece of speech."""
-        data = pcm16(speech.samples)
-        if self._has_events:
+        """Encode a piece of speech, and yield the bytes that are ready."""
+        if self._encoder is None:
+            self._encoder = SoundEncoder(speech.sample_rate, self._kind)
+        self._encoder.write(speech.samples)
+        yield from self._taken(self._encoder)
+
+    def _taken(self, encoder: SoundEncoder) -> Iterator[bytes]:
+        data = encoder.take()
+        if data and self._has_events:
             data = _event("speech.audio.delta", audio=base64.b64encode(data).decode())
-        yield data
+        if data:
+            yield data
 
     def end(self, _: int, choice: Choice) -> Iterator[bytes]:
-        """Yield the event after the last piece."""
+        """Yield the rest of the audio, and the event after it."""
+        if self._encoder is not None:
+            self._encoder.close()
+            yield from self._taken(self._encoder)
         if self._has_events:
             read, said = choice.completed.prompt_tokens, choice.completed.tokens
             usage = {"input_tokens": read, "output_tokens": said, "total_tokens": read + said}

@@ -17,9 +17,12 @@ from pydantic import Field
 
 from oscar_mm.apps.serve.field_error import FieldError
 from oscar_mm.apps.serve.media_parts import StrictModel
+from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import InputError
 
 if TYPE_CHECKING:
+    import soundfile
+
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _FILES = {
@@ -29,6 +32,8 @@ _FILES = {
     "opus": ("OGG", "OPUS"),
 }
 """Container and codec of each format, as libsndfile names them."""
+_STREAMED = "pcm16, flac, mp3 or opus"
+WHY_NOT_WAV = "a wav file begins with its length"
 MEDIA_TYPES = {
     "wav": "audio/wav",
     "flac": "audio/flac",
@@ -83,8 +88,8 @@ def check_modalities(given: list[str] | None, audio: GivenAudio | None, *, strea
         if audio is not None:
             raise FieldError('requires modalities: ["text", "audio"]', "audio")
         return False
-    if stream and audio is not None and audio.format not in (None, "pcm16"):
-        raise FieldError("must be pcm16 in a stream", "audio.format")
+    if stream and audio is not None and audio.format == "wav":
+        raise FieldError(f"must be {_STREAMED} in a stream: {WHY_NOT_WAV}", "audio.format")
     return True
 
 
@@ -128,17 +133,49 @@ def audio_file(samples: np.ndarray, rate: int, kind: str) -> bytes:
         rate: samples per second.
         kind: "wav", "mp3", "flac" or "opus"; "pcm16" or "pcm" for the samples alone.
     """
-    if kind not in _FILES:
-        return pcm16(samples)
-    import soundfile
-
-    container, codec = _FILES[kind]
-    file = io.BytesIO()
-    soundfile.write(file, samples, rate, format=container, subtype=codec)
-    return file.getvalue()
+    encoder = SoundEncoder(rate, kind)
+    encoder.write(samples)
+    return encoder.close()
 
 
-class SpokenAnswers:
+class SoundEncoder:
+    """Encodes speech to a file, of which the beginning is known while it is written.
+
+    Args:
+        rate, kind: see ``audio_file``.
+    """
+
+    def __init__(self, rate: int, kind: str) -> None:
+        self._file, self._taken = io.BytesIO(), 0
+        self._sound: soundfile.SoundFile | None = None
+        if kind in _FILES:
+            import soundfile
+
+            container, codec = _FILES[kind]
+            how = {"samplerate": rate, "channels": 1, "format": container, "subtype": codec}
+            self._sound = soundfile.SoundFile(self._file, "w", **how)
+
+    def write(self, samples: np.ndarray) -> None:
+        """Add (samples,) float32 from -1 to 1."""
+        if self._sound is None:
+            self._file.write(pcm16(samples))
+        else:
+            self._sound.write(samples)
+
+    def take(self) -> bytes:
+        """Return the bytes since the last call, perhaps none: codecs collect up to a second."""
+        new = bytes(self._file.getbuffer()[self._taken :])
+        self._taken += len(new)
+        return new
+
+    def close(self) -> bytes:
+        """End the file, and return all of it; ``take`` then returns its last bytes."""
+        if self._sound is not None:
+            self._sound.close()
+        return self._file.getvalue()
+
+
+class KeptTranscripts:
     """LRU store of the transcripts of spoken answers, by the unguessable ids of their audio."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
@@ -189,16 +226,32 @@ class SpokenChoice:
         kept: store of its transcript.
     """
 
-    def __init__(self, spoken: SpokenFormat, kept: SpokenAnswers) -> None:
+    def __init__(self, spoken: SpokenFormat, kept: KeptTranscripts) -> None:
         self._spoken, self._kept, self.id = spoken, kept, f"audio_{uuid4().hex}"
+        self._encoder: SoundEncoder | None = None
 
     def delta(self, **fields: Any) -> dict[str, Any]:
         """Return the audio of a chunk in a stream."""
         return {"audio": {"id": self.id, **fields}}
 
-    def sent(self, samples: np.ndarray) -> dict[str, Any]:
-        """Return the audio of a chunk with a piece of speech."""
-        return self.delta(data=base64.b64encode(pcm16(samples)).decode())
+    def sent(self, speech: Speech) -> dict[str, Any] | None:
+        """Encode a piece of speech, and return the audio of a chunk with the bytes that are ready;
+        None if there are none yet."""
+        if self._encoder is None:
+            self._encoder = SoundEncoder(speech.sample_rate, self._spoken.format)
+        self._encoder.write(speech.samples)
+        return self._taken(self._encoder)
+
+    def rest(self) -> dict[str, Any] | None:
+        """End the audio, and return that of a chunk with its last bytes; None if there are none."""
+        if self._encoder is None:
+            return None
+        self._encoder.close()
+        return self._taken(self._encoder)
+
+    def _taken(self, encoder: SoundEncoder) -> dict[str, Any] | None:
+        data = encoder.take()
+        return self.delta(data=base64.b64encode(data).decode()) if data else None
 
     def end(self, transcript: str) -> dict[str, Any]:
         """Store the transcript, and return the audio of the last chunk."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import av
 import httpx
 import numpy as np
 import openai
@@ -19,7 +20,7 @@ from oscar_mm.apps.serve.spoken import (
     MAX_TRANSCRIPTS,
     EarlierAudio,
     FieldError,
-    SpokenAnswers,
+    KeptTranscripts,
     audio_file,
 )
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
@@ -70,6 +71,14 @@ def samples(data: bytes) -> np.ndarray:
     found, rate = soundfile.read(io.BytesIO(data), dtype="float32")
     assert rate == 24_000 and found.ndim == 1
     return found
+
+
+def streamed_samples(data: bytes) -> np.ndarray:
+    """Read a file that does not say its length, which libsndfile refuses."""
+    with av.open(io.BytesIO(data)) as file:
+        to_float = av.AudioResampler("flt", "mono", 24_000)
+        frames = [x for frame in file.decode(audio=0) for x in to_float.resample(frame)]
+    return np.concatenate([frame.to_ndarray()[0] for frame in frames])
 
 
 def test_a_whole_answer(pipe, talk) -> None:
@@ -150,6 +159,23 @@ def test_a_stream_has_samples_by_default(talk) -> None:
     assert any("data" in _audio(chunk) for chunk in stream)
 
 
+def test_a_stream_in_a_container(pipe, talk, monkeypatch) -> None:
+    """The pieces are one file, whose first bytes come before the speech ends."""
+    asked = ASKED | {"max_tokens": 30, "stream": True}
+    answer = expected(pipe, max_new_tokens=30)
+    for kind in ("flac", "mp3", "opus"):
+        audio = {"voice": "chelsie", "format": kind}
+        chunks = [*map(_audio, talk.chat.completions.create(**asked | {"audio": audio}))]
+        sent = [place for place, one in enumerate(chunks) if "data" in one]
+        words = [place for place, one in enumerate(chunks) if "transcript" in one]
+        file = b"".join(base64.b64decode(chunks[place]["data"]) for place in sent)
+        found = streamed_samples(file)
+        assert len(sent) > 1 and sent[0] < words[-1]
+        assert abs(len(found) - len(answer.speech)) < 3000
+        if kind == "flac":
+            np.testing.assert_allclose(found, answer.speech, atol=1e-4 + 2 / 32768)
+
+
 @pytest.mark.parametrize("kind", ["wav", "flac", "mp3", "opus"])
 def test_formats_keep_the_sound(kind: str) -> None:
     """A second of a tone; lossy codecs may shift it a little."""
@@ -187,7 +213,7 @@ def test_an_earlier_answer_is_what_it_said(spoken, talk) -> None:
 
 def test_transcripts_are_bounded_and_expire() -> None:
     now = [1000.0]
-    kept = SpokenAnswers(lambda: now[0])
+    kept = KeptTranscripts(lambda: now[0])
     assert kept.add("a", "Hi") == 1000 + _KEPT_S
     assert kept.transcript(EarlierAudio(id="a", transcript="no"), "audio") == "Hi"
     now[0] += _KEPT_S
@@ -234,6 +260,10 @@ def test_a_text_is_read_aloud(pipe, spoken, talk) -> None:
     assert b"".join(base64.b64decode(one.get("audio", "")) for one in parsed) == data
     assert parsed[-1]["type"] == "speech.audio.done"
     assert parsed[-1]["usage"]["output_tokens"] == len(answer.token_ids) + answer.speech_tokens
+    events = speech(spoken, response_format="flac", stream_format="sse").text.strip().split("\n\n")
+    parsed = [json.loads(event.removeprefix("data: ")) for event in events]
+    file = b"".join(base64.b64decode(one.get("audio", "")) for one in parsed)
+    np.testing.assert_allclose(streamed_samples(file), answer.speech, atol=2 / 32768)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +276,7 @@ def test_a_text_is_read_aloud(pipe, spoken, talk) -> None:
         ({"speed": 1.5}, "speed", "only 1"),
         ({"instructions": "Whisper."}, "instructions", "leave it out"),
         ({"response_format": "aac"}, "response_format", "mp3"),
-        ({"stream_format": "sse"}, "response_format", "pcm"),
+        ({"stream_format": "sse", "response_format": "wav"}, "response_format", "pcm"),
         ({"input": "a " * 2000}, "input", "at most 40 can be spoken"),
         ({"model": "other"}, "model", "other"),
     ],
