@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -263,6 +264,15 @@ class Handlers:
         session = self._session(request)
         with _errors_in_chat(session):
             session.undo()
+        return self.all_parts(session, *scenario)
+
+    def keep_heard(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
+        """Remove what the visitor has not heard of an answer, whose speech was silenced."""
+        session, seconds = self._session(request), event.seconds
+        with _errors_as_messages():
+            if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+                raise InputError("seconds must be a number from 0 on")
+            session.keep_heard(str(event.key), float(seconds))
         return self.all_parts(session, *scenario)
 
     def begin(self, request: gr.Request, *scenario: str) -> tuple:

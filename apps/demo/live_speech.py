@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oscar_mm.engine.speech import Speech
+from oscar_mm.engine.speech import Speech, heard_tokens
 
 _LOOKS_PER_S = 50
 """Number of times per second that the server looks for new pieces."""
@@ -25,6 +25,13 @@ const quiet = () => {
   clearInterval(playing?.timer);
   playing = null;
   voice.dataset.state = '';
+};
+const current = (now) => now.marks.find((one) => (now.context?.currentTime ?? 0) < one.until);
+const heard = (now, mark = current(now)) =>
+  mark ? mark.before + Math.max(0, now.context.currentTime - mark.from) : now.seconds;
+const silence = () => {
+  if (playing) trigger('input', {key: playing.key, seconds: heard(playing)});
+  quiet();
 };
 const add = (now, {sound, rate, said}) => {
   now.context ??= new AudioContext({sampleRate: rate});
@@ -43,8 +50,7 @@ const add = (now, {sound, rate, said}) => {
   voice.dataset.state = 'playing';
 };
 const follow = (now) => {
-  const at = now.context?.currentTime ?? 0, mark = now.marks.find((one) => at < one.until);
-  const seconds = mark ? mark.before + Math.max(0, at - mark.from) : now.seconds;
+  const mark = current(now), seconds = heard(now, mark);
   let said = mark?.said ?? now.text ?? '';
   if (now.text !== null && mark) {
     const share = Math.ceil(now.text.length * seconds / now.seconds);
@@ -62,7 +68,7 @@ const play = async (key) => {
   quiet();
   caption.textContent = '';
   const leaving = new AbortController();
-  const now = {leaving, context: null, next: 0, seconds: 0, marks: [], text: null, timer: 0};
+  const now = {key, leaving, context: null, next: 0, seconds: 0, marks: [], text: null, timer: 0};
   playing = now;
   now.timer = setInterval(() => follow(now), 50);
   const {body} = await fetch(`speech/${key}`, {signal: leaving.signal});
@@ -79,13 +85,14 @@ const play = async (key) => {
   }
   now.text ??= caption.textContent;
 };
-element.addEventListener('quiet', quiet);
+element.addEventListener('quiet', silence);
 element.addEventListener('play', ({detail}) => play(detail).catch(() => {}));
 """
 """Script of the player: it plays pieces as they come, and shows the words with the sound.
 
 While the answer is made, the captions have the words that the talker has read by the end of the
-piece that plays; then the same share of the text as of the speech."""
+piece that plays; then the same share of the text as of the speech. A player that is silenced tells
+the page how many seconds were heard."""
 QUIET = """document.querySelector('#voice .voice')?.parentElement
   .dispatchEvent(new CustomEvent('quiet'))"""
 """Expression that silences the player."""
@@ -118,6 +125,7 @@ class LiveSpeech:
         self.key = secrets.token_urlsafe(24)
         self._pieces: list[_Piece] = []
         self._text: str | None = None
+        self._seconds, self._frames = 0.0, 0
 
     def add(self, speech: Speech, said: str) -> None:
         """Add a piece of speech.
@@ -128,6 +136,21 @@ class LiveSpeech:
         """
         samples = in_16_bit(speech.samples).tobytes()
         self._pieces.append(_Piece(samples, speech.sample_rate, said))
+        self._seconds += len(speech.samples) / speech.sample_rate
+        self._frames = speech.frames
+
+    def heard_tokens(self, tokens: int, seconds: float, *, is_complete: bool) -> int:
+        """Return how many tokens of the answer were heard, all of them if it was not spoken.
+
+        Args:
+            tokens: number of tokens of the answer.
+            seconds: seconds of the speech that were heard.
+            is_complete: whether the answer was not interrupted.
+        """
+        if not self._pieces:
+            return tokens
+        speech = self._seconds, self._frames
+        return heard_tokens(tokens, min(seconds, self._seconds), *speech, is_complete=is_complete)
 
     def end(self, text: str) -> None:
         """End the speech of an answer with this text."""

@@ -228,6 +228,18 @@ class MeasuredChat:
         tokenizer = self.chat.pipe.family.processor.tokenizer
         return tokenizer.decode(ids, skip_special_tokens=True)
 
+    def keep_heard(self, aloud: LiveSpeech, seconds: float) -> None:
+        """Remove from the last answer what follows the first seconds of its speech."""
+        turn = self.chat.turns[-1]
+        if turn.answer_tokens is None:
+            return  # What follows reasoning cannot be removed.
+        complete = turn.finish_reason != "interrupted"
+        kept = aloud.heard_tokens(turn.answer_tokens, seconds, is_complete=complete)
+        if kept < turn.answer_tokens:
+            self.chat.shorten_answer(turn.answer_tokens - kept)
+            self.finish_reason = self.chat.turns[-1].finish_reason
+            self.measure()
+
     def fork(self) -> MeasuredChat:
         """Copy the chat and its curve; the copy and the original continue independently."""
         fork = MeasuredChat(self.chat.fork())

@@ -207,9 +207,10 @@ def _talk_parts(handlers: Handlers) -> dict[str, Any]:
             waveform_options=gr.WaveformOptions(show_recording_waveform=False),
             elem_id="spoken",
         )
-        _HTML(live_speech.MARKUP, js_on_load=live_speech.SCRIPT, elem_id="voice")
+        voice = _HTML(live_speech.MARKUP, js_on_load=live_speech.SCRIPT, elem_id="voice")
         key = gr.Textbox(label="Speech", visible="hidden")
-    return {"hands": hands, "microphone": microphone, "spoken": spoken, "speech": key}
+    parts = {"hands": hands, "microphone": microphone, "spoken": spoken}
+    return parts | {"voice": voice, "speech": key}
 
 
 def _limits_of(sessions: Sessions) -> str:
@@ -375,6 +376,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         )
         speech.change(None, speech, None, js=live_speech.PLAY_SCRIPT, **private)
         parts["stop"].click(None, None, None, js=f"() => {{ {live_speech.QUIET}; }}", **private)
+        parts["voice"].input(handlers.keep_heard, scenario, all_outputs, **private)
         told = gr.Textbox(label="Heard", visible="hidden")
         hands = parts["hands"]
         heard = hands.input(handlers.hear, None, told, **private)

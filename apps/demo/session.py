@@ -152,7 +152,7 @@ class Session:
             self.active = exchange
             aloud = LiveSpeech()
             if is_talk:
-                self.aloud = aloud
+                self.aloud, exchange.speech = aloud, aloud.key
             try:
                 yield from self._answer(exchange, text, files)
             finally:
@@ -295,6 +295,24 @@ class Session:
         self._stop.set()
         for chat in self._chats:
             chat.chat.stop()
+
+    def keep_heard(self, key: str, seconds: float) -> None:
+        """Remove what the visitor has not heard of the last answer, whose speech was silenced.
+
+        Args:
+            key: key of the speech; that of another answer than the last is ignored.
+            seconds: seconds of the speech that were heard.
+        """
+        with self.unchanging(_PATIENCE_S) as still:
+            last, aloud = self.exchanges[-1] if self.exchanges else None, self.aloud
+            if not still or last is None or aloud is None or not last.counts:
+                return
+            if not key == aloud.key == last.speech:
+                return
+            self.conversation.keep_heard(aloud, seconds)
+            self._note_end(last)
+            self.is_unsaved = True
+        self.sessions.save_later(self)
 
     def wait_for_the_end(self) -> None:
         """Wait until no answer is running, for a bounded time."""

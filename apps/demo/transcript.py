@@ -170,6 +170,7 @@ class Exchange:
         parts: texts and media of the question, in order; empty if all media precede the text.
         options: sampling options for the answer.
         is_talk: whether the question is a recording of the visitor, which needs no text.
+        speech: key of the answer's speech; "" if it is not spoken.
         reasoning: a thinking model's reasoning so far.
         answer: text of the answer so far.
         baseline: text of the answer with a 16-bit cache so far; None if there is no comparison.
@@ -186,6 +187,7 @@ class Exchange:
     parts: list[str | Preview] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     is_talk: bool = False
+    speech: str = ""
     reasoning: str = ""
     answer: str = ""
     baseline: str | None = None

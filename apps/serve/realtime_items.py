@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.engine.answer import AnswerStream
 from oscar_mm.engine.message import Message, Part
+from oscar_mm.engine.speech import heard_tokens
 from oscar_mm.errors import InputError
 from oscar_mm.media.resample import MIN_SECONDS
 from oscar_mm.media.resample import RATE as HEARD_RATE
@@ -59,7 +59,7 @@ class Entry:
         medium: number of its recording in that turn; None if it has none.
         tokens: number of tokens of an answer.
         speech_ms: milliseconds of speech of an answer that were sent.
-        frames_per_ms: frames of speech in a millisecond.
+        frames: number of their frames.
         is_complete: whether all speech of the answer was sent.
     """
 
@@ -70,7 +70,7 @@ class Entry:
     medium: int | None = None
     tokens: int = 0
     speech_ms: int = 0
-    frames_per_ms: float = 0.0
+    frames: float = 0.0
     is_complete: bool = True
 
     @property
@@ -84,10 +84,10 @@ class Entry:
         media = () if self.message is None else self.message.media
         return self.characters + sum(len(part.source) for part in media)
 
-    def max_tokens_within(self, ms: int) -> int:
-        """Return the maximum number of tokens that the first milliseconds of speech say: a token a
-        frame."""
-        return math.ceil(self.frames_per_ms * ms)
+    def tokens_within(self, ms: int) -> int:
+        """Return how many tokens of an answer the first milliseconds of its speech say."""
+        speech = self.speech_ms, self.frames
+        return heard_tokens(self.tokens, ms, *speech, is_complete=self.is_complete)
 
 
 class RealtimeItems:
@@ -411,8 +411,8 @@ class RealtimeItems:
             raise FieldError("what follows the answer was read already", "item_id")
         if end_ms > entry.speech_ms:
             raise FieldError(f"the answer lasts {entry.speech_ms} ms", "audio_end_ms")
-        whole = math.ceil(entry.tokens * end_ms / entry.speech_ms)
-        await self.shorten(entry, whole if entry.is_complete else entry.max_tokens_within(end_ms))
+        await self.shorten(entry, entry.tokens_within(end_ms))
+        entry.frames *= end_ms / entry.speech_ms
         entry.speech_ms = end_ms
         told = {"item_id": entry.id, "content_index": 0, "audio_end_ms": end_ms}
         await self._tasks.tell("conversation.item.truncated", **told)

@@ -349,7 +349,7 @@ class RealtimeResponses:
         entry.tokens = len(answer.token_ids)
         entry.speech_ms = response.samples * 1000 // RATE
         if answer.speech is not None and len(answer.speech):
-            entry.frames_per_ms = answer.speech_tokens * RATE / (1000 * len(answer.speech))
+            entry.frames = answer.speech_tokens * response.samples / len(answer.speech)
         was_cut = response.cut.done()
         entry.is_complete = not was_cut
         completed = CompletedAnswer(answer, turn.start, turn.start + answer.prompt_tokens)
@@ -372,7 +372,7 @@ class RealtimeResponses:
         entry.item["content"] = [{"type": kind, **text}]
         if response.cut.done() and response.speaks:
             # What was not sent was not heard.
-            await self._items.shorten(entry, entry.max_tokens_within(entry.speech_ms))
+            await self._items.shorten(entry, entry.tokens_within(entry.speech_ms))
         if response.speaks:
             await self._tell_part(response, "response.output_audio.done")
             await self._tell_part(response, "response.output_audio_transcript.done", **text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +38,23 @@ class Speech:
     samples: np.ndarray
     sample_rate: int
     frames: int = 0
+
+
+def heard_tokens(
+    tokens: int, heard: float, said: float, frames: float, *, is_complete: bool
+) -> int:
+    """Return how many of an answer's tokens the first part of its speech says.
+
+    Args:
+        tokens: number of tokens of the answer.
+        heard: duration of the part.
+        said: duration of the speech so far, in the same unit.
+        frames: number of its frames, of which each says at most one token.
+        is_complete: whether this is all speech of the answer; then the part says the same share of
+            the tokens as of the speech.
+    """
+    share = heard / said if said else 0.0
+    return min(tokens, math.ceil(share * (tokens if is_complete else frames)))
 
 
 class End(NamedTuple):

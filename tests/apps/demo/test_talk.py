@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import math
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -102,6 +103,37 @@ def test_speech_comes_while_the_answer_is_made(talking, uploads, monkeypatch) ->
     said = [one[2] for one in found]
     assert 0 < len(said[0]) < len(said[1]) <= len(said[2])
     assert said[2].startswith(said[1]) and said[1].startswith(said[0])
+
+
+def test_what_nobody_heard_is_not_part_of_the_conversation(
+    talking, uploads, tmp_path, monkeypatch
+) -> None:
+    handlers, session = Handlers(talking, tmp_path), talking.session("a")
+    monkeypatch.setattr(handlers, "_session", lambda _: session)
+    rate, samples = talked(session, uploads / "tone.wav")
+    [whole] = [turn.answer for turn in session.conversation.chat.turns]
+    request: Any = None
+
+    def silenced(**data: Any) -> None:
+        event = gr.EventData(None, {"key": session.aloud.key} | data)
+        handlers.keep_heard(request, event, "H100", "Qwen3-VL-8B", "32K tokens")
+
+    for wrong in (math.nan, -1, "1", None):
+        with pytest.raises(gr.Error, match="seconds must be"):
+            silenced(seconds=wrong)
+    silenced(seconds=0.0, key="other")
+    silenced(seconds=1e9)
+    assert session.turns[-1].answer == session.conversation.chat.turns[-1].answer == whole
+    silenced(seconds=len(samples) / rate * 4.5 / 9)
+    [turn] = session.conversation.chat.turns
+    assert turn.answer_tokens == 5 and turn.finish_reason == "interrupted"
+    assert whole.startswith(turn.answer) and session.turns[-1].answer == turn.answer != whole
+    assert "stopped" in session.turns[-1].note
+    key = session.aloud.key
+    for _ in session.ask("And?", [], max_new_tokens=3):
+        pass
+    silenced(seconds=0.0, key=key)  # It is not the last answer any more.
+    assert session.conversation.chat.turns[0].answer == turn.answer
 
 
 def test_a_recording_is_asked_again(talking, uploads, tmp_path, monkeypatch) -> None:

@@ -28,6 +28,8 @@ pytestmark = [
 ]
 
 
+SILENCE = """document.querySelector('#voice .voice').parentElement
+  .dispatchEvent(new CustomEvent('quiet'))"""
 VOICE = "return document.querySelector('#voice .voice')."
 
 
@@ -66,6 +68,28 @@ def test_a_spoken_question_is_answered_aloud(served) -> None:
         assert held(browser) != "0 B"
         # gradio's recorder reads a value that svelte has already dropped.
         assert all("derived_inert" in complaint for complaint in browser.complaints())
+
+
+def test_what_is_not_heard_is_not_part_of_the_answer() -> None:
+    """Stop is pressed while the bundled model says what it has heard."""
+    pipe = OscarOmniPipeline("pocket-omni", policy=COMPACT.policy, device="cpu")
+    clip = SAMPLES / "clips" / "01.wav"
+    with (
+        serve_page(pipe, COMPACT, bind("127.0.0.1", 0)) as page,
+        closing(Browser(page.address, heard=clip)) as browser,
+    ):
+        browser.press("Talk")
+        click_when_there(browser, "#microphone .record-button")
+        time.sleep(2.5)
+        click_when_there(browser, "#microphone .stop-button")
+        browser.wait(lambda: browser.run(VOICE + "dataset.state") == "playing", "the speech")
+        browser.wait(lambda: newest(page).turns, "the answer")
+        turn = newest(page).turns[-1]
+        whole = turn.answer
+        browser.run(SILENCE)
+        browser.wait(lambda: turn.answer != whole, "the cut")
+        assert whole.startswith(turn.answer) and "stopped" in turn.note
+        browser.wait(lambda: turn.note in browser.all("#history")[0].text, "the note")
 
 
 def test_a_question_is_asked_hands_free(served, tmp_path) -> None:
