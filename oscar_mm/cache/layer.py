@@ -9,6 +9,7 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,6 +37,13 @@ _GPU_PAGES = 256
 in 16-bit precision."""
 _CPU_PAGES = 16
 """Number of pages that a CPU unpacks at a time; few enough to fit in the CPU's caches."""
+_FEW_TOKENS = PAGE_TOKENS
+"""Maximum number of tokens in a part that is joined to the part before it: attention to one part
+more takes longer than copying that part."""
+
+
+_Sides = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
 class LayerCache(Protocol):
@@ -72,22 +80,23 @@ class Pages(NamedTuple):
 
     Attributes:
         slots: (n,) int32, page ids.
-        used: (start, stop) of the used tokens of each page; None if all pages are full.
+        used: (tokens,) int64, indices of the used tokens among the 128 n tokens of the pages; None
+            if all are used.
     """
 
     slots: torch.Tensor
-    used: list[tuple[int, int]] | None
+    used: torch.Tensor | None
 
 
 class TokenPlaces(NamedTuple):
     """Pages and slots that contain the tokens of some streams, packed tokens first.
 
     Attributes:
-        pages: bits -> pages.
+        pages: bits -> runs of pages that are unpacked together.
         slots: (n,) int64, slot ids of the tokens in 16-bit precision.
     """
 
-    pages: dict[Bits, Pages]
+    pages: dict[Bits, list[Pages]]
     slots: torch.Tensor
 
     @classmethod
@@ -100,20 +109,27 @@ class TokenPlaces(NamedTuple):
                 packed.setdefault(stream.bits, []).append(stream)
             slots += stream.slots
         return cls(
-            {bits: _pages(found, device) for bits, found in packed.items()},
+            {bits: [*_runs(found, device)] for bits, found in packed.items()},
             upload(np.array(slots, np.int64), device),
         )
 
 
-def _pages(streams: list[ModalityTable], device: torch.device) -> Pages:
-    slots = [page for stream in streams for page in stream.pages]
-    used = [
-        tokens for stream in streams for tokens in zip(stream.starts, stream.stops, strict=True)
-    ]
-    return Pages(
-        upload(np.array(slots, np.int32), device),
-        None if all(tokens == (0, PAGE_TOKENS) for tokens in used) else used,
+def _runs(streams: list[ModalityTable], device: torch.device) -> Iterator[Pages]:
+    slots, starts, stops = (
+        np.array([x for stream in streams for x in getattr(stream, name)], np.int32)
+        for name in ("pages", "starts", "stops")
     )
+    places, most = np.arange(PAGE_TOKENS), _run_length(device)
+    for start in range(0, len(slots), most):
+        run = slice(start, start + most)
+        used = (places >= starts[run, None]) & (places < stops[run, None])
+        indices = None if used.all() else upload(used.ravel().nonzero()[0], device)
+        yield Pages(upload(slots[run], device), indices)
+
+
+def _run_length(device: torch.device) -> int:
+    """Return the number of pages that a device unpacks at a time."""
+    return _CPU_PAGES if device.type == "cpu" else _GPU_PAGES
 
 
 class OscarLayer(CacheLayerMixin):
@@ -279,17 +295,31 @@ class OscarLayer(CacheLayerMixin):
 
         Keys and values are in the model's coordinates; packed tokens come first.
         """
-        most = _CPU_PAGES if self.device.type == "cpu" else _GPU_PAGES
-        for bits, (slots, used) in places.pages.items():
-            for start in range(0, len(slots), most):
-                run = slice(start, start + most)
+        last: _Sides | None = None
+        for part in chain(self._packed(places, dtype), self._in_16_bit(places, dtype)):
+            if last is None:
+                last = part
+            elif part[0].shape[1] <= _FEW_TOKENS:
+                last = torch.cat([last[0], part[0]], 1), torch.cat([last[1], part[1]], 1)
+            else:
+                yield last
+                last = part
+        if last is not None:
+            yield last
+
+    def _packed(self, places: TokenPlaces, dtype: torch.dtype) -> Iterator[_Sides]:
+        for bits, runs in places.pages.items():
+            for slots, used in runs:
                 sides = unpack_slots(
-                    *(self.pages[bits].storage, slots[run], self.sigma),
+                    *(self.pages[bits].storage, slots, self.sigma),
                     *(numbers_of(self.formats[bits]), self.basis.rotate, dtype),
                 )
-                keys, values = (_joined(side, used and used[run]) for side in sides)
+                keys, values = (_joined(side, used) for side in sides)
                 yield keys, values
-        for slots in places.slots.split(most * PAGE_TOKENS) if len(places.slots) else ():
+
+    def _in_16_bit(self, places: TokenPlaces, dtype: torch.dtype) -> Iterator[_Sides]:
+        most = _run_length(self.device) * PAGE_TOKENS
+        for slots in places.slots.split(most) if len(places.slots) else ():
             keys, values = self.recent.storage[slots].permute(1, 2, 0, 3).to(dtype)
             yield keys, values
 
@@ -397,10 +427,8 @@ def _flags(layers: Iterable[OscarLayer]) -> Iterator[tuple[list[OscarLayer], tor
         yield there, torch.cat([layer.overflow for layer in there])
 
 
-def _joined(pages: torch.Tensor, used: list[tuple[int, int]] | None) -> torch.Tensor:
+def _joined(pages: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
     """Concatenate the used tokens of (n, KV heads, 128, head_dim) pages to (KV heads, tokens,
-    head_dim)."""
-    if used is None:
-        return pages.transpose(0, 1).flatten(1, 2)
-    kept = [page[:, start:stop] for page, (start, stop) in zip(pages, used, strict=True)]
-    return torch.cat(kept, dim=1)
+    head_dim); see ``Pages``."""
+    tokens = pages.transpose(0, 1).flatten(1, 2)
+    return tokens if used is None else tokens.index_select(1, used)
