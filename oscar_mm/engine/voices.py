@@ -221,8 +221,9 @@ class Voices:
             self._waiting.remove(request)
         self._beginning = deque(one for one in self._beginning if one[0] is not request)
         self._saying = [one for one in self._saying if one is not request]
-        if request in self._rows:
+        if request in self._rows and self._view is not None:
             self._rows = []
+            self._view.set_rows([])  # The rows keep their caches alive, also those without a turn.
         request.voice.settle()
 
     def _guard(self, requests: list[SpokenRequest], work: Callable[[], None]) -> None:

@@ -118,6 +118,18 @@ def test_a_turn_that_was_left_is_heard(speaking, chat: Chat, monkeypatch) -> Non
     np.testing.assert_allclose(answer.speech, expected, atol=2e-4)
 
 
+def test_leaving_an_answer_without_text_frees_its_speech(speaking) -> None:
+    """It is spoken, but it has no text, so it does not become a turn."""
+    [silent] = ids_of(speaking, "<|im_start|>")
+    with speaking.chat("Be brief.") as chat:
+        how = options(speaking) | {"logit_bias": {silent: 100}}
+        spoken = chat.stream(**QUESTIONS[1], **how).with_speech()
+        assert isinstance(next(spoken), Speech)
+        chat.stop()
+    assert not speech_bytes(speaking)
+    spoken.close()
+
+
 def test_stop_ends_answer_and_speech(speaking, chat: Chat) -> None:
     stream = chat.stream(**QUESTIONS[0], **options(speaking))
     pieces = []
