@@ -34,6 +34,7 @@ from oscar_mm.engine.speech import (
 from oscar_mm.errors import InputError
 from oscar_mm.fast_decode.decoder import Capture, FastLayer
 from oscar_mm.fast_decode.graph_runner import graph_capture
+from oscar_mm.fast_decode.prompt_layers import PrefillGraphs
 from oscar_mm.modality import Modality
 from oscar_mm.modules import devices, weights_key
 from oscar_mm.pipelines.families.qwen3_omni_frames import Choices, OmniFrames, fast_layers, norm_of
@@ -178,7 +179,7 @@ class OmniVoice(Voice):
                 for span in past.forgotten:
                     cache.forget(*span)
             part = slice(start, stop)
-            self.hidden = self._talker.hidden(inputs[:, part], positions[..., part], cache)[:, -1:]
+            self.hidden = self._talker.read(inputs[:, part], positions[..., part], cache)
         assert self.hidden is not None
         self.is_read = True
         if self.past is None:  # A chat may have been left before: then it reads the question again.
@@ -263,6 +264,7 @@ class Qwen3OmniTalker(Talker):
         self.choices = Choices(config, self.model.device)
         self._weights: object = None
         self._layers: list[FastLayer] = []
+        self._graphs: PrefillGraphs | None = None
 
     @cached_property
     def capture(self) -> Capture | None:
@@ -347,11 +349,33 @@ class Qwen3OmniTalker(Talker):
             rows = layer.feed_forward(attended)
         return norm_of(decoder).at_once(rows).view(inputs.shape)
 
+    def read(
+        self, inputs: torch.Tensor, positions: torch.Tensor, cache: OscarCache
+    ) -> torch.Tensor:
+        """Prefill (1, tokens, hidden size) inputs; return the (1, 1, hidden size) output of the
+        last one.
+
+        Args:
+            inputs, positions, cache: see ``hidden``.
+        """
+        graphs, decoder = self._graphs, self.model.model
+        if graphs is not None:
+            graphs.begin(inputs, *decoder.rotary_emb(inputs, positions))
+        if graphs is None or not graphs.takes_pass:
+            return self.hidden(inputs, positions, cache)[:, -1:]
+        cache.attend_packed(None)
+        for index in range(len(self._layers)):
+            inputs = graphs(index, inputs, cache)
+        return norm_of(decoder).at_once(inputs[0, -1:])[None]
+
     def refresh(self) -> object:
         """Use the current weights; return a value that changes with them."""
         weights = weights_key(self.model), weights_key(self.code2wav)
         if weights != self._weights:
             self._weights, self._layers = weights, fast_layers(self.model)
+            capture = graph_capture(devices(self.model), small=True)
+            fast = capture is not None and self._layers
+            self._graphs = PrefillGraphs(self._layers, capture) if fast else None
         return weights
 
     def first_code(self, voice: OmniVoice, hidden: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from oscar_mm.engine.speech import PIECE_FRAMES, Speech
 from oscar_mm.engine.voices import Voices
 from oscar_mm.errors import MemoryBusy
 from oscar_mm.fast_decode.graph_runner import SWITCH
-from oscar_mm.pipelines.families import qwen3_omni_sound
+from oscar_mm.pipelines.families import qwen3_omni_sound, qwen3_omni_talker
 from oscar_mm.pipelines.families.qwen3_omni_frames import OmniFrames
 from oscar_mm.pipelines.families.qwen3_omni_sound import Sound, Waves
 from oscar_mm.pipelines.families.qwen3_omni_talker import OmniVoice, Qwen3OmniTalker
@@ -219,17 +219,17 @@ def test_replayed_steps_say_the_same(speaking, monkeypatch) -> None:
     def capture(function: Callable[[], Any], _: torch.device) -> Callable[[], Any]:
         return lambda: (replays.append(function), function())[1]
 
-    monkeypatch.setattr(qwen3_omni_sound, "graph_capture", lambda *_, **__: capture)
+    for module in (qwen3_omni_sound, qwen3_omni_talker):
+        monkeypatch.setattr(module, "graph_capture", lambda *_, **__: capture)
     how: dict[str, Any] = {"processor": speaking.processor, "policy": "bf16"}
     pipe = OscarOmniPipeline(speaking.family.outer_model, **how)
-    monkeypatch.setattr(pipe.family.talker, "capture", capture)
     alone = [speaking(**ASKED, audio=tone(1 + seed), seed=seed).speech for seed in range(3)]
     streams = [pipe.stream(**ASKED, audio=tone(1 + seed), seed=seed) for seed in range(3)]
     together(*(stream.complete for stream in streams))
     for stream, expected in zip(streams, alone, strict=True):
         np.testing.assert_allclose(stream.result.speech, expected, atol=2e-4)
     kinds = {getattr(function, "func", function).__name__ for function in replays}
-    assert kinds == {"_repeatable", "_in_place"} and free(pipe)
+    assert kinds == {"_repeatable", "_before", "_after", "_in_place"} and free(pipe)
 
 
 @pytest.mark.gpu
