@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from inspect import unwrap
@@ -21,7 +22,6 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules import module as nn_module
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from oscar_mm.tensor_parallel import is_dtensor, local_shard
 
@@ -40,7 +40,8 @@ _FOLDERS = (
 """Folders that contain the code of unmodified classes."""
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _NUMBERS = itertools.count()
-_numbers = WeakTensorKeyDictionary()
+_numbers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+"""Numbers of tensors that exist, by their ids."""
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
@@ -125,10 +126,17 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
 def _number(weight: torch.Tensor) -> int:
     """Return a number that, unlike a tensor's address, is never reused after the tensor is
     freed."""
-    number = _numbers.get(weight)
-    if number is None:
-        number = _numbers[weight] = next(_NUMBERS)
-    return number
+    key = id(weight)
+    known = _numbers.get(key)
+    if known is None or known[0]() is not weight:
+        known = _numbers[key] = weakref.ref(weight, partial(_forget, key)), next(_NUMBERS)
+    return known[1]
+
+
+def _forget(key: int, ended: weakref.ref[torch.Tensor]) -> None:
+    """Drop the number of a tensor that was freed, unless another one has its id now."""
+    if (known := _numbers.get(key)) is not None and known[0] is ended:
+        del _numbers[key]
 
 
 def _settings(attributes: dict[str, Any]) -> str:
