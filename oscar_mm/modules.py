@@ -109,11 +109,13 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
         key.append(id(module))
         if not _is_known_class(type(module)):
             key.append(_settings(own))
-        if (forward := _own_forward(module)) is not None and not _is_of(forward, _OWN_HOOKS):
-            key.append(id(forward))
-        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+        if "forward" in own:
+            forward = _own_forward(module)
+            if forward is not None and not _is_of(forward, _OWN_HOOKS):
+                key.append(id(forward))
+        for hooks in filter(None, (own["_forward_hooks"], own["_forward_pre_hooks"])):
             key += [id(hook) for hook in hooks.values() if not _is_of(hook, _IGNORED_HOOKS)]
-        if (hook := _offloading(module)) is not None:
+        if "_hf_hook" in own and (hook := _offloading(module)) is not None:
             key.append(id(hook.weights_map))  # Offloaded weights are loaded and freed repeatedly.
             continue
         for weight in own["_parameters"].values():
