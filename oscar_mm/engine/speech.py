@@ -125,9 +125,10 @@ class Heard:
         return replace(self, cache=self.continued())
 
     def close(self) -> None:
-        """Release the memory, in the engine thread."""
+        """Release the memory, in the engine thread; surplus memory returns to the device."""
         if self.cache is not None:
             self.cache.close()
+            self.cache.store.trim_surplus()
 
 
 class Begun(NamedTuple):

@@ -101,6 +101,14 @@ def test_the_talker_reads_only_the_new_question(chat: Chat) -> None:
     assert 0 < chat.memory.tokens["speech"] - before < 15
 
 
+def test_closing_a_chat_returns_the_talkers_memory(speaking) -> None:
+    with speaking.chat() as chat:
+        ask(chat, 1)
+        voices: Any = speaking.engine.scheduler._voices
+        assert speaking.engine.call(voices._view.store.memory).used_bytes
+    assert not speaking.engine.call(voices._view.store.memory).pool_bytes
+
+
 def test_a_turn_that_was_left_is_heard(speaking, chat: Chat, monkeypatch) -> None:
     """Before the talker reads its question, or while it speaks."""
     for turn, pieces in ((0, 1), (1, 6)):
