@@ -374,8 +374,9 @@ class Qwen3OmniTalker(Talker):
         if weights != self._weights:
             self._weights, self._layers = weights, fast_layers(self.model)
             capture = graph_capture(devices(self.model), small=True)
-            fast = capture is not None and self._layers
-            self._graphs = PrefillGraphs(self._layers, capture) if fast else None
+            self._graphs = None
+            if capture is not None and self._layers:
+                self._graphs = PrefillGraphs(self._layers, capture)
         return weights
 
     def first_code(self, voice: OmniVoice, hidden: torch.Tensor) -> int:
