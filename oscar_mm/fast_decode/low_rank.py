@@ -114,7 +114,7 @@ class LowRank(NamedTuple):
         gated: bool,
         scales: Sequence[torch.Tensor],
         zeros: Sequence[torch.Tensor],
-        in_place: bool,
+        in_place: bool = False,
     ) -> torch.Tensor:
         """Compute ``linear`` with what the adapters add; the arguments are those of ``linear``."""
         kernel = LowRankKernel.for_rows(x, self.up, self.sizes, gated)
