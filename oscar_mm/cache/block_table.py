@@ -84,14 +84,22 @@ class SlotPool:
         self._uses += [0] * count
         return list(reversed(grown))
 
-    def plan_ahead(self, index: int) -> int | None:
-        """Return the slot that would be allocated after ``index`` others; None if the pool would
-        have to grow."""
-        if index >= len(self._free):
-            return None
-        slot = self._free[-1 - index]
-        self._uses[slot] += 1
-        return slot
+    def plan_ahead(self, place: int, planned: Container[int]) -> tuple[int, int] | None:
+        """Return the slot that would be allocated next if the planned ones were allocated, and the
+        place after it; None if the pool would have to grow.
+
+        Args:
+            place: place in the free list, counted from its end, before which all slots are planned.
+            planned: planned slots. Others may have been released after a plan, and then come
+                before its slots.
+        """
+        while place < len(self._free):
+            slot = self._free[-1 - place]
+            place += 1
+            if slot not in planned:
+                self._uses[slot] += 1
+                return slot, place
+        return None
 
     def uses(self, slot: int) -> int:
         """Return how often a slot has been allocated or planned; if the number has changed since a
@@ -206,7 +214,7 @@ class DryRunSlots:
 
     def __init__(self, bits: Bits, slots: SlotPool) -> None:
         self._bits, self._slots = bits, slots
-        self._given = set[int]()
+        self._given, self._place = set[int](), 0
         self.row = PlannedSlots()
 
     def allocate(self, count: int, *, for_prompt: bool = False) -> list[int]:
@@ -214,16 +222,17 @@ class DryRunSlots:
         assert not for_prompt, "only decode steps are planned ahead"
         given = list[int]()
         for _ in range(count):
-            slot = self._slots.plan_ahead(len(self._given))
-            if slot is None:
+            found = self._slots.plan_ahead(self._place, self._given)
+            if found is None:
                 raise NoFreeSlotsError
+            slot, self._place = found
             given.append(slot)
             self.row.given.append((self._bits, slot, self._slots.uses(slot)))
             self.skip(slot)
         return given
 
     def skip(self, slot: int) -> None:
-        """Leave out the next slot, which is already planned."""
+        """Leave out a slot, which is already planned."""
         self._given.add(slot)
 
     def release(self, slots: Sequence[int]) -> None:

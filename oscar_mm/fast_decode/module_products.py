@@ -96,7 +96,7 @@ def _product(
     """Multiply (..., width) by a matrix; None if the kernels do not."""
     plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.dtype == input.dtype
     casts = torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type)
-    if not plain or casts or input.numel() > MAX_COLUMNS * input.shape[-1]:
+    if not plain or casts or not 0 < input.numel() <= MAX_COLUMNS * input.shape[-1]:
         return None
     rows = input.reshape(-1, input.shape[-1])
     arguments = LinearArguments.of(rows, [weight], [bias])

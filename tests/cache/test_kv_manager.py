@@ -534,6 +534,25 @@ def test_a_chain_of_plans(window: int, by_token: bool) -> None:
     }
 
 
+@pytest.mark.parametrize("count", range(1, 7))
+def test_a_chain_holds_while_others_release_slots(count: int) -> None:
+    """Between two plans, another sequence of the same store gives its slots back."""
+    store = PageStore(KVPolicy(bits=2, window=8, sinks=3, **STREAM))
+    kv_manager, token = KVCacheManager(store), np.zeros((1, 1), np.int8)
+    kv_manager.advance(np.zeros((1, 5), np.int8))
+    for _ in range(40):
+        other = KVCacheManager(store)
+        other.advance(np.zeros((1, count), np.int8))
+        if kv_manager.planned_chain(4) is None:
+            kv_manager.advance(token)
+            continue
+        other.clear()
+        kv_manager.plan_further(7)
+        for _ in range(4):
+            assert kv_manager.holds_plan
+            assert kv_manager.advance(token).planned is not None
+
+
 def begun(window: int = 32) -> KVCacheManager:
     """Return two rows of 200 text tokens, packed by token, whose next step the tests plan ahead."""
     kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=window, sinks=3, **STREAM)))

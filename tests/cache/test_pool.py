@@ -1,13 +1,16 @@
 """Slots and their bytes."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from oscar_mm.cache.block_table import SlotPool
+from oscar_mm.cache.block_table import DryRunSlots, SlotPool
 from oscar_mm.cache.page_store import Pool
+from oscar_mm.policy import PLAIN
 
 
 class Allocation(RuleBasedStateMachine):
@@ -88,11 +91,30 @@ def test_pool_of_inference_mode_can_be_written_outside() -> None:
     assert pool.storage.tolist() == [[1, 1]]
 
 
+def plan(pool: SlotPool, count: int, planned: Sequence[int] = ()) -> list[int]:
+    """Slots that a step plans to take, besides those of earlier plans."""
+    step = DryRunSlots(PLAIN, pool)
+    for slot in planned:
+        step.skip(slot)
+    return step.allocate(count)
+
+
+def test_slots_released_after_a_plan_leave_its_slots_alone() -> None:
+    pool = SlotPool()
+    held, free = pool.allocate(3), pool.allocate(6)
+    pool.release(free)
+    planned = plan(pool, 2)
+    uses = [pool.uses(slot) for slot in planned]
+    pool.release(held)
+    later = plan(pool, 5, planned)
+    assert later == [*reversed(held), free[-3], free[-4]]
+    assert [pool.uses(slot) for slot in planned] == uses
+
+
 def test_a_prompt_takes_new_slots_and_none_that_a_step_has_planned() -> None:
     pool = SlotPool()
     pool.release(pool.allocate(3))
-    planned = pool.plan_ahead(0)
-    assert planned is not None
+    [planned] = plan(pool, 1)
     uses = pool.uses(planned)
     pool.make_free(8)
     assert (pool.free, pool.capacity) == (8, 8)
@@ -107,7 +129,7 @@ def test_planned_slots_are_claimed_among_later_ones() -> None:
     pool = SlotPool()
     held, free = pool.allocate(4), pool.allocate(5)
     pool.release(free)
-    planned = [slot for slot in (pool.plan_ahead(0), pool.plan_ahead(2)) if slot is not None]
+    planned = plan(pool, 3)[::2]
     assert planned == [free[-1], free[-3]]
     pool.release(held)  # After the plan.
     pool.claim(planned)
