@@ -18,6 +18,7 @@ import torch
 from oscar_mm.cache.block_table import SequenceTable
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.kernels.launch import uses_wgmma
 from oscar_mm.kernels.self_check import relative_error
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.ops.decode_torch import has_flash
@@ -255,7 +256,7 @@ def attend_without_past(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor | None:
     """Compute causal attention of rows of equal length without a past; None if the kernel for
-    Hopper GPUs does not take them.
+    Hopper GPUs does not take them, or gradients are needed.
 
     Args:
         queries: (batch, query heads, tokens, head_dim).
@@ -265,10 +266,10 @@ def attend_without_past(
     Returns:
         (batch, query heads, tokens, head_dim).
     """
-    if not queries.is_cuda:
+    if queries.requires_grad or not (queries.is_cuda and uses_wgmma(queries.device)):
         return None
     batch, heads, tokens, head_dim = queries.shape
-    ends = torch.arange(batch + 1, dtype=torch.int32, device=queries.device) * tokens
+    ends = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=queries.device)
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (queries, keys, values))
     output = queries.new_empty(batch * tokens, heads, head_dim)
     arguments = VarlenArguments(query, key, value, ends, ends, scaling, output)
