@@ -165,7 +165,7 @@ def can_attend_varlen(queries: torch.Tensor) -> bool:
 
 @cache
 def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether torch's flash attention works as ``flash_varlen`` expects; warn once if not.
+    """Return whether torch's flash attention works as ``causal_varlen`` expects; warn once if not.
 
     The operation is undocumented and may change between versions of torch.
     """
@@ -230,7 +230,7 @@ def attend_varlen(
     """
     if run.keys == keys.shape[2]:  # No row has a past.
         query, key, value = (x[0].transpose(0, 1) for x in (queries, keys, values))
-        return flash_varlen(query, key, value, run, scaling).transpose(0, 1)[None]
+        return causal_varlen(query, key, value, run, scaling).transpose(0, 1)[None]
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     sides = keys.new_empty(2, run.keys + 1, kv_heads, head_dim)
     for bits, (pages, places) in run.pages.items():
@@ -248,15 +248,14 @@ def attend_varlen(
         side.index_copy_(0, run.new_places, new[0].transpose(0, 1))
     # Drop the last index, to which unused tokens were written.
     tokens = sides[:, : run.keys]
-    found = flash_varlen(queries[0].transpose(0, 1), tokens[0], tokens[1], run, scaling)
+    found = causal_varlen(queries[0].transpose(0, 1), tokens[0], tokens[1], run, scaling)
     return found.transpose(0, 1)[None]
 
 
 def attend_without_past(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor | None:
-    """Compute causal attention of rows of equal length without a past; None if the kernel for
-    Hopper GPUs does not take them, or gradients are needed.
+    """Compute causal attention of rows of equal length without a past, on Hopper GPUs.
 
     Args:
         queries: (batch, query heads, tokens, head_dim).
@@ -264,7 +263,8 @@ def attend_without_past(
         scaling: factor that the scores are multiplied by.
 
     Returns:
-        (batch, query heads, tokens, head_dim).
+        (batch, query heads, tokens, head_dim); None if the kernel does not take the arguments, or
+        if gradients are needed.
     """
     if queries.requires_grad or not (queries.is_cuda and uses_wgmma(queries.device)):
         return None
@@ -279,7 +279,7 @@ def attend_without_past(
     return output.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
-def flash_varlen(
+def causal_varlen(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -316,7 +316,7 @@ def _by_flash(
     run: VarlenBatch,
     scaling: float,
 ) -> torch.Tensor:
-    """Compute ``flash_varlen`` by torch."""
+    """Compute ``causal_varlen`` by torch's flash attention."""
     flash = torch.ops.aten._flash_attention_forward
     ends = run.query_ends, run.key_ends, *run.longest
     return flash(queries, keys, values, *ends, 0.0, True, False, scale=scaling)[0]

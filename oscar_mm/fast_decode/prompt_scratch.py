@@ -23,7 +23,7 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.layer import TokenPlaces
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.prompt_tables import PromptTables
-from oscar_mm.cache.varlen_attention import VarlenBatch, can_attend_varlen, flash_varlen
+from oscar_mm.cache.varlen_attention import VarlenBatch, can_attend_varlen, causal_varlen
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder
 from oscar_mm.fast_decode.graph_cache import GraphCache
 from oscar_mm.fast_decode.layers import FastLayer
@@ -395,4 +395,4 @@ def _attend(
     new = heads[:, own:].unflatten(1, (2, -1))
     sides.index_copy_(1, run.new_places, new.transpose(0, 1))
     keys, values = sides
-    flash_varlen(heads[:, :own], keys, values, run, layer.attention.scaling, output)
+    causal_varlen(heads[:, :own], keys, values, run, layer.attention.scaling, output)

@@ -119,7 +119,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Select how varlen attention runs; return whether it runs by launches, as on a GPU."""
     if request.param == "row by row":
         return False
-    monkeypatch.setattr(varlen_attention, "flash_varlen", flash_by_sdpa)
+    monkeypatch.setattr(varlen_attention, "causal_varlen", flash_by_sdpa)
     by_rows = paged_attention._ChunkAttention.by_rows
     monkeypatch.setattr(
         paged_attention._ChunkAttention,

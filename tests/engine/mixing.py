@@ -34,7 +34,7 @@ class Capture:
 
 
 def by_rows(queries, keys, values, run, scaling, output):
-    """``flash_varlen`` for a CPU, sequence by sequence; NaN where it must not be read."""
+    """``causal_varlen`` for a CPU, sequence by sequence; NaN where it must not be read."""
     found = output.fill_(torch.nan)
     ends = zip(run.query_ends.tolist(), run.key_ends.tolist(), strict=True)
     (start, key_start), *ends = ends
@@ -54,7 +54,7 @@ def mix(patch: pytest.MonkeyPatch) -> Capture:
     for module in (graph_runner, mixed_prefill):
         patch.setattr(module, "graph_capture", lambda devices, small=False: capture)
     patch.setattr(prompt_scratch, "can_attend_varlen", lambda queries: True)
-    patch.setattr(prompt_scratch, "flash_varlen", by_rows)
+    patch.setattr(prompt_scratch, "causal_varlen", by_rows)
     patch.setattr(PromptScratch, "capacity", staticmethod(lambda model, device: CAPACITY))
     return capture
 
