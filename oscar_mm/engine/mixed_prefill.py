@@ -44,11 +44,11 @@ _FEW_WAIT = 1024
 more, and decode steps that share the weights with prompts are spread over more passes; but the host
 takes as long for each pass."""
 _ROWS = (64, 128, 256, 512, 768, _FEW_WAIT, 1536, 2048, MAX_PIECE)
-"""Numbers of rows that a pass without a decode step may have, as many as graphs are kept. Products
+"""Numbers of rows that a pass without a decode step may have; a graph is kept for each. Products
 compute tiles of 128 rows, so other numbers would waste a part of a tile."""
 _BESIDE = (128, 256, 512, 768, _FEW_WAIT, MAX_PIECE)
-"""Numbers of rows that a pass with a decode step may have: fewer, as graphs are captured for each
-of them and each batch size."""
+"""Numbers of rows that a pass with a decode step may have: fewer, since a graph is captured for
+each of them and each batch size."""
 _LEAST = 32
 """Minimum number of prompt tokens in a pass."""
 WARM_UP_STEPS = 3 * len(_BESIDE)
@@ -228,7 +228,8 @@ class MixedPrefill:
         if not unread:
             return None
         left = sum(x.last - x.first for _, x in _adjacent(unread, MAX_PIECE))
-        # Two passes take no longer than a long one that is not full.
+        # A long pass is padded to its size; unless it is nearly full, two short ones take no
+        # longer.
         fills = not rows or rows + left > 2 * _FEW_WAIT
         most = MAX_PIECE if many_wait and fills else _FEW_WAIT
         size = _piece_size(rows, left, most)
@@ -318,7 +319,8 @@ class MixedPrefill:
             until: time of ``perf_counter`` after which nothing more is captured.
         """
         captured = _SEPARATE + 2  # After those, one pass is eager and one captured.
-        for rows in dict.fromkeys((0, batches.rows_beside_prompts())):
+        batches.expect_prompts()
+        for rows in dict.fromkeys((0, batches.rows)):
             sizes = sorted(_piece_sizes(rows), key=lambda size: (size + rows != _FEW_WAIT, -size))
             missing = [size for size in sizes if self._uses[rows, size] < captured]
             while missing and not self._readings and perf_counter() < until:
@@ -334,7 +336,7 @@ class MixedPrefill:
             ranges = [PromptRange(0, 1, 0, 1)]
             piece = self._scratch.prepare(ranges, 0, PieceShape(size, False), [None])
             if rows:
-                batches.rows_beside_prompts()  # Keeps their number.
+                batches.expect_prompts()  # Otherwise the batch would change its size.
                 batches.step(piece)
             else:
                 self._scratch.run_alone(piece)

@@ -129,9 +129,9 @@ class Request(RequestState):
         """State of processor and model at admission, if the engine has a prefix cache."""
         self.reservation: object | None = None
         """Memory reservation, in effect while referenced."""
-        self.slots: dict[Bits, int] = {}
-        """Numbers of slots that the prompt and the first tokens of the answer will take; known from
-        admission on."""
+        self.slot_counts: dict[Bits, int] = {}
+        """Number of slots of each kind that the prompt and the first tokens of the answer will
+        take; empty before admission."""
         self.submitted = self.cancelled = False
         self.client: tuple[str, ...] = ()
         top = sampling.prompt_logprobs

@@ -22,8 +22,8 @@ _READING = 4.0
 _MAX_READING = 8.0
 """Maximum ratio of prefill time to decode time."""
 _KEPT_STEPS = 32
-"""Number of steps for which a batch keeps the size that it has beside prompts after their last
-piece. Each change of the size delays a step, as that is not launched early."""
+"""Number of steps after the last piece of prompts for which a batch keeps the size that it had
+beside prompts. Each change of the size delays a step, which then cannot be launched early."""
 
 
 class RunningBatch:
@@ -39,7 +39,7 @@ class RunningBatch:
         self.batch, self.view = batch, view
         self.failed = False
         self.kept_steps = 0
-        """Number of steps for which the batch still has a size for passes with prompts."""
+        """Number of further steps for which the batch has a size for passes with prompts."""
         self._rows: list[Request | None] = []
         self._pending: list[Request] = []
 
@@ -218,16 +218,19 @@ class RunningBatches:
             self._alone.append(self._shared)
             self._shared = None
 
-    def rows_beside_prompts(self) -> int:
-        """Return the number of rows of the shared batch's next step, in whose pass prompts are to
-        be read; 0 if there is no shared batch."""
-        if self._shared is None:
-            return 0
-        self._shared.kept_steps = _KEPT_STEPS
-        return self._shared.next_rows
+    @property
+    def rows(self) -> int:
+        """Number of rows of the shared batch's next step; 0 if there is no shared batch."""
+        return 0 if self._shared is None else self._shared.next_rows
+
+    def expect_prompts(self) -> None:
+        """Give the shared batch a size for passes with prompts, for the next ``_KEPT_STEPS``
+        steps."""
+        if self._shared is not None:
+            self._shared.kept_steps = _KEPT_STEPS
 
     def leave_prompts(self) -> None:
-        """Let the shared batch have the size of steps without prompts at once."""
+        """Give the shared batch the size of steps without prompts at once."""
         if self._shared is not None:
             self._shared.kept_steps = 0
 

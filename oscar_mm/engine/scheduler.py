@@ -42,8 +42,8 @@ MAX_ROWS = 256
 _OVERTAKES = 8
 """Maximum number of requests admitted out of order while the head of the queue lacks memory."""
 _GROWN_AHEAD = 512
-"""Number of tokens of an answer for which pools grow when its short prompt is admitted. The rest of
-a long answer may never come."""
+"""Number of an answer's first tokens for which pools grow when its short prompt is admitted. The
+rest of a long answer may never come."""
 _CLIENTS = 1024
 """Number of clients whose latest turns are remembered."""
 _log = logging.getLogger(__name__)
@@ -345,8 +345,8 @@ class Scheduler:
             again: list[tuple[Request, BaseException, bool]] = []
             try:
                 many_wait = self._batches.reading_share() > 1.0
-                rows = self._batches.rows_beside_prompts()
-                piece = mixed.next_piece(rows, many_wait=many_wait)
+                self._batches.expect_prompts()
+                piece = mixed.next_piece(self._batches.rows, many_wait=many_wait)
                 self._batches.step(piece)
                 if piece is not None:
                     mixed.finish(piece)
@@ -533,15 +533,16 @@ class Scheduler:
     def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
         growth = self.admission.growth(prompt, request.sampling.max_new_tokens, cache)
         soon = growth.until(_GROWN_AHEAD).added
-        request.slots = {bits: int(counts.max()) for bits, counts in soon.items()}
+        request.slot_counts = {bits: int(counts.max()) for bits, counts in soon.items()}
         return self.admission.reserve(growth, prompt, cache)
 
     def _grow_ahead(self, requests: Iterable[Request]) -> None:
         """Grow pools for requests whose short prompts are about to be read."""
-        # Until the next request is admitted, those that run take slots too.
+        # Running requests take slots too until the next request is admitted: one of each kind is
+        # assumed for each.
         counts = Counter(dict.fromkeys(self.store.allocators, self.running))
         for request in requests:
-            counts.update(request.slots)
+            counts.update(request.slot_counts)
         self.store.grow_ahead(counts)
 
     def _begin(self, requests: list[Request]) -> None:
