@@ -1,4 +1,4 @@
-"""Load a checkpoint's own module for drafts (MTP), which transformers leaves out."""
+"""Load a checkpoint's own draft module (MTP), which transformers leaves out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXPERTS = "layers.0.mlp.experts."
 
 
 def add_drafts(model: Any, source: str, options: Mapping[str, Any]) -> None:
-    """Attach the checkpoint's module for drafts to a loaded model.
+    """Attach the checkpoint's draft module to a loaded model.
 
     Args:
         model: language model of a loaded checkpoint, on its devices.
@@ -38,23 +38,28 @@ def add_drafts(model: Any, source: str, options: Mapping[str, Any]) -> None:
     decoder = model.get_decoder()
     if not (is_hybrid(decoder.layers[0]) and supports(model)):
         raise InputError(
-            f"drafts: {type(model).__name__} has no module for drafts that is supported; leave the "
-            "argument out (Qwen3.5 has one)"
+            f"drafts: {type(model).__name__} has no supported draft module; leave the argument out "
+            "(Qwen3.5 has one)"
         )
     if TPGroup.of(model).count > 1 or len(places := devices(decoder)) > 1:
-        raise InputError("drafts need a model on one device: leave out device_map and tp_plan")
+        raise InputError(
+            "drafts: the model must be on one device; leave out device_map and tp_plan"
+        )
     weights = _weights(source, options)
     if not weights:
-        raise InputError(f"drafts: the checkpoint {source} has no weights {_PREFIX}*: leave it out")
+        raise InputError(
+            f"drafts: the checkpoint {source} has no weights {_PREFIX}*; leave the argument out"
+        )
     with torch.device("meta"):
         drafts = Drafts(decoder)
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     expected = {name: tuple(weight.shape) for name, weight in drafts.state_dict().items()}
     if found != expected:
         name = min(dict(found.items() ^ expected.items()))
+        fault = f"has shape {found.get(name)}, not {expected.get(name)}"
         raise InputError(
-            f"drafts: {_PREFIX}{name} in {source} has shape {found.get(name)}, not "
-            f"{expected.get(name)}; quantized weights of this module are not supported"
+            f"drafts: {_PREFIX}{name} in {source} {fault if name in found else 'is missing'}; "
+            "quantized weights of this module are not supported: leave the argument out"
         )
     [place] = places
     drafts = drafts.to_empty(device=place).to(decoder.norm.weight.dtype).eval()
@@ -88,8 +93,8 @@ def _files(source: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _with_joined_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights with those of all experts in one tensor for each product, as transformers
-    has them.
+    """Join the weights of all experts in one tensor for each product, as in transformers; takes
+    those of single experts out of ``weights``.
 
     Raises:
         LookupError, RuntimeError: if weights of an expert are missing, or their shapes differ.
