@@ -2,8 +2,8 @@
 
 python -m benchmarks.drafts [--models qwen3.5-9b] [--contexts 2048] [--drafts 1,2,3] [--right 0.7]
 
-Weights are random, so real drafts would always be wrong: all work of drafts is done, but a draft
-counts as right at random.
+Weights are random, so real drafts would always be wrong. All work of drafts is done, but whether a
+draft counts as right is drawn at random.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from oscar_mm.tensor_parallel import TPGroup
 CONTEXTS, TINY_CONTEXTS, COUNTS = (2048,), (300,), (1, 2, 3)
 PASSES = 100
 BOUND = 1.5
-"""Minimum ratio of tokens per second with the best number of drafts to those without."""
+"""Minimum ratio of tokens per second, with the best number of drafts, to those without drafts."""
 _STD = 0.02
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values. "
     "drafts 0: the decode loop of benchmarks.decode_step. Otherwise the tokens of "
-    f"{PASSES} passes by their time, from tokens on the host to the next ones there; steps between "
-    "them that cannot be planned ahead count too.",
+    f"{PASSES} passes divided by their time, which runs from tokens on the host to the next ones "
+    "there and includes ordinary steps where no pass can be planned ahead.",
 ]
 
 
@@ -44,7 +44,7 @@ class DraftLoop:
     """Greedy passes with drafts of one sequence.
 
     Args:
-        decoder: decoder with a module for drafts.
+        decoder: decoder with a draft module.
         variant: kind of the cache.
         context: tokens before the first pass.
         count: drafts of a pass.
@@ -57,9 +57,9 @@ class DraftLoop:
         self._cache = OscarCache(variant.policy, model=decoder.model)
         room = variant.slots(context, (2 * WARM_UP + PASSES) * (1 + count))
         variant.store_prompt(self._cache, decoder, 1, context, room)
-        how = decoder.model, self._cache, decoder.axes, decoder.device
-        self._passes = DraftRunner(*how, count)
-        self._steps = GraphRunner(how[0], how[1], 1, *how[2:])
+        model, where = decoder.model, (decoder.axes, decoder.device)
+        self._passes = DraftRunner(model, self._cache, *where, count)
+        self._steps = GraphRunner(model, self._cache, 1, *where)
         self._choose = Sampler([None] * (1 + count), decoder.device, TPGroup())
         self._once = Sampler([None], decoder.device, TPGroup())
         self._random, self._right, self._count = random.Random(0), right, count
@@ -90,7 +90,7 @@ class DraftLoop:
 
 
 def add_random_drafts(decoder: Decoder) -> None:
-    """Give a decoder with random weights a module for drafts."""
+    """Attach a draft module with random weights to a decoder."""
     inner = decoder.model.get_decoder()
     with torch.device(decoder.device):
         drafts = Drafts(inner)

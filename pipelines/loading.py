@@ -89,7 +89,7 @@ def load(
         towers: attention implementation of the vision and audio towers. None selects "sdpa", or
             keeps the implementation of a loaded model.
         adapters: folders of adapters that requests choose, by name.
-        drafts: whether to load the checkpoint's module for drafts.
+        drafts: whether to load the checkpoint's draft module.
         model_kwargs: arguments of ``from_pretrained``, see ``loading_arguments``.
 
     Raises:

@@ -108,10 +108,10 @@ class Pipeline:
             adapters: folders of LoRA adapters of peft by name, such as ``{"legal": "./legal"}``.
                 A request or a chat chooses one with ``adapter="legal"``, and by default none;
                 requests with different adapters run together.
-            drafts: use the checkpoint's own module for drafts (Qwen3.5), which guesses the next
-                tokens: a request that decodes alone gets several tokens in one pass of the model,
-                and the same answer. The module takes memory for its weights and as much KV cache as
-                one more layer.
+            drafts: whether the checkpoint's own draft module (Qwen3.5's MTP) guesses the next
+                tokens, which the model verifies: a request that decodes alone gets several tokens
+                in one pass of the model, and the same answer. The module takes memory for its
+                weights and as much KV cache as one more layer.
             max_context: maximum tokens of a conversation, including its answer; by default, and at
                 most, the model's context length. A larger request is refused before prefill.
             prefill_chunk: number of tokens in each chunk of a prompt's prefill. Chunks bound

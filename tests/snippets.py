@@ -34,7 +34,7 @@ REPOSITORIES = {
 OMNI = "Qwen/Qwen3-Omni-30B-A3B-Instruct"
 """A released model that speaks, unlike the bundled ones; a tiny checkpoint replaces it."""
 HYBRID = "Qwen/Qwen3.5-9B"
-"""A released model with a module for drafts."""
+"""A released model with a draft module."""
 DOCUMENTED = {
     "Chat": "oscar_mm.chat.chat",
     "OscarCache": "oscar_mm",

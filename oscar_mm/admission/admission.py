@@ -43,12 +43,13 @@ _BLOCK = 1 << 16
 """Number of characters that the length check tokenizes at a time; shorter texts skip the check."""
 _KEPT_TOKENS = 4096
 """Maximum number of tokens of prompt and answer whose slot forecast is kept. The thread that sends
-a request checks it, and the engine thread later needs the same forecast."""
+a request needs it to check the request, and the engine thread needs the same forecast later."""
 
 
 @lru_cache(maxsize=256)
 def _forecast(policy: KVPolicy, modalities: bytes, answer: int) -> SlotForecast:
-    """Return ``slot_forecast`` without a past, to be read only."""
+    """Return ``slot_forecast`` of a sequence without a past; all callers share the result and must
+    not change it."""
     return slot_forecast(policy, np.frombuffer(modalities, np.int8), answer)
 
 
@@ -318,7 +319,7 @@ class Admission:
             max_new_tokens: maximum number of tokens of the answer.
             cache: cache that the prompt continues.
         """
-        # An array, as an operation on a tensor would let other threads run first.
+        # An index of an array, since an operation on a tensor would let other threads run first.
         return self._growth(prompt.modalities.numpy()[0], max_new_tokens, cache)
 
     def growth_bytes(self, growth: SlotForecast) -> int:

@@ -80,7 +80,7 @@ class Answer:
         prompt_logprobs: log-probabilities of the prompt's tokens except the first; None if they
             were not requested.
         stop_text: stop string that ended the answer; None if something else did.
-        drafts: number of drafts of the answer's tokens, see ``drafts`` of pipelines.
+        drafts: number of drafts made for the answer's tokens, see ``drafts`` of ``Pipeline``.
         accepted_drafts: number of drafts that became tokens of the answer.
     """
 

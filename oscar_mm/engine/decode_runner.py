@@ -25,9 +25,9 @@ from oscar_mm.tensor_parallel import TPGroup
 _CAPTURED = (1, 2, 4, *range(8, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
 """Batch sizes for which steps are captured; above the largest, its multiples are captured."""
 _BESIDE_PROMPTS = (1, 2, 4, 8, 16, 32, 48, *range(64, 257, 32))
-"""Batch sizes, all in ``_CAPTURED``, while prompts are read in the batch's passes. Such passes are
-captured for each of these sizes and each size of a piece; up to 31 idle rows take at most 3% of the
-rows of a pass of 1,024."""
+"""Batch sizes, all in ``_CAPTURED``, while prompts are read in the batch's passes. There are few,
+since a pass is captured for each of them and each size of a piece. Up to 31 idle rows are at most
+3% of a pass of 1,024 rows."""
 
 
 class RequestState:
@@ -47,7 +47,7 @@ class RequestState:
         next_logprob: log-probability of the token to be added next.
         ended: whether the row has ended; its last token is then not stored in the cache.
         error: error that ended the row; None if the row has not failed.
-        drafted, accepted: number of drafts, and of drafts that were right.
+        drafted, accepted: number of drafts made for the row, and of those that were right.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DecodeRunner:
         self._has_drafts = self._ranks.count == 1 and Drafts.of(model) is not None
         self._drafts: DraftRunner | None = None
         self._pass_sampler: Sampler | None = None
-        """Sampler of a pass with drafts, for the current rows."""
+        """Sampler of all tokens of a pass with drafts, for the current row; None until needed."""
         self._tokens: torch.Tensor | None = None
         """(batch,) ids of each row's last token on the device; None if only the host has them."""
 
@@ -209,7 +209,7 @@ class DecodeRunner:
             drafts = following is None and not self._steps_ahead
             if drafts and self._step_drafted(drafting, ahead=ahead):
                 return
-            ahead = False
+            ahead = False  # The row's next pass has drafts again.
         rows, steps, tokens = self.rows, self._steps(len(self.rows)), self._tokens
         ended = _flags([row is None or row.ended for row in rows])
         if tokens is None:
@@ -233,9 +233,12 @@ class DecodeRunner:
 
     @property
     def _drafting(self) -> RequestState | None:
-        """The only row, if drafts of its next tokens may be right, since they follow no grammar and
-        no adapter, and if it is not alone by its own choice: each such row would need states and
-        graphs of its own."""
+        """The only row of the batch if it may draft; None otherwise.
+
+        Drafts follow no grammar and no adapter, so few would be right for a row that has one. A
+        deterministic row decodes in its own batch, so that each would need a draft runner with
+        states and graphs of its own.
+        """
         row = self.rows[0] if self._has_drafts and len(self.rows) == 1 else None
         if row is None or row.ended or row.sampler.grammar is not None or row.adapter is not None:
             return None
@@ -274,8 +277,13 @@ class DecodeRunner:
     def _choices(
         self, row: RequestState, logits: torch.Tensor
     ) -> Iterator[tuple[int, TokenLogprob | None]]:
-        """Yield the tokens sampled from (tokens, vocabulary) logits, each given those before it."""
+        """Yield the tokens sampled from (tokens, vocabulary) logits, and their log-probabilities.
+
+        The caller adds each token to the row before it asks for the next one.
+        """
         sampling, sampler = row.sampler.sampling, self._sampler
+        # Penalties depend on the tokens before, and a seed's generator must not draw for tokens after
+        # a rejected draft.
         alone = sampling.edits_logits or sampling.seed is not None
         if not alone:
             self._pass_sampler = self._pass_sampler or self._sampler_of([row] * len(logits))

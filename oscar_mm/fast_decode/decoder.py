@@ -158,7 +158,7 @@ class _Part:
 
 
 class Verified(NamedTuple):
-    """Drafts, and what the model itself says after each of them.
+    """Drafts, and the model's own logits after each of them.
 
     Attributes:
         tokens: (1 + drafts,) ids: the last token of the answer, and the drafts after it.
@@ -195,7 +195,7 @@ class FastDecoder:
         drafts = Drafts.of(model)
         self._drafts = None if drafts is None else FastDrafts(drafts)
         self._before: torch.Tensor | None = None
-        """(rows, hidden size): output for the token of each row's latest step."""
+        """(rows, hidden size): output of the decoder for each row's token in the latest step."""
         self._whole_head = None if is_sharded(head) else Product.of(head, dtype=norm.weight.dtype)
 
     def _fast(self, layer: Any) -> FastLayer | DeltaLayer:
@@ -276,7 +276,7 @@ class FastDecoder:
         for layer in part.layers:
             rows = layer(rows, cosine, sine, cache)
         indices = [index for layer in part.layers for index in layer.cache_layers]
-        if self._drafts is not None and self._drafts.follow(cache):
+        if self._drafts is not None and self._drafts.is_complete_in(cache):
             self._store_for_drafts(self._drafts, first, rows, cosine, sine, cache)
             indices.append(self._drafts.index)
         if part is not self._parts[-1]:
@@ -294,10 +294,17 @@ class FastDecoder:
         sine: torch.Tensor,
         cache: OscarCache,
     ) -> None:
-        """Store what later drafts read of the tokens of a step.
+        """Store the keys and values of a step's tokens in the layer that later drafts read.
 
-        Where a row has just joined, the output for the token before is not known, and that for
-        another row's takes its place: one of the tokens to which drafts attend is wrong.
+        For a row that has just joined, ``_before`` has the output of another row, so that the keys
+        and values of one token are wrong. This can only make drafts worse, not answers.
+
+        Args:
+            drafts: launches of the draft module.
+            embedded: (rows, 1, hidden size): embeddings of the tokens.
+            rows: (rows, hidden size): output of the last layer, before the norm.
+            cosine, sine: (rows, head_dim).
+            cache: cache in the step.
         """
         if self._before is None:
             with torch.inference_mode(False):
@@ -307,7 +314,11 @@ class FastDecoder:
 
     @contextmanager
     def chaining(self, rows: Sequence[StateRow]) -> Iterator[None]:
-        """Within the block, a pass uses the states of consecutive tokens, see ``StateChain``."""
+        """Within the block, each row of a pass begins with the states after the row before.
+
+        Args:
+            rows: rows of a ``StateChain``, one for each token.
+        """
         self._states.begin(rows, to_spares=True, chained=True)
         try:
             yield
@@ -325,7 +336,8 @@ class FastDecoder:
 
         Args:
             ids: (1, 1): last token of the row.
-            positions: (1 + drafts, 1), or (axes, 1 + drafts, 1), see ``__call__``.
+            positions: (1 + drafts, 1), or (axes, 1 + drafts, 1), see ``__call__``; they also set
+                the number of drafts.
             hidden: (1, hidden size): output of the decoder for the token before.
             cache: cache in a chained step, with the states in ``chaining``.
         """
@@ -372,8 +384,12 @@ class FastDecoder:
         return self._head_of(rows, self._norm)
 
     def draft(self, rows: torch.Tensor, drafts: FastDrafts) -> torch.Tensor:
-        """Return (rows,) drafts of the next tokens from (rows, hidden size) outputs of
-        ``FastDrafts``."""
+        """Return (rows,) ids of drafts.
+
+        Args:
+            rows: (rows, hidden size): outputs of ``drafts``.
+            drafts: launches of the draft module.
+        """
         if drafts.head is not None:
             return drafts.head(rows, norm=drafts.norm).argmax(-1)
         return self._head_of(rows, drafts.norm).argmax(-1)

@@ -1,4 +1,4 @@
-"""Draft runner: passes that add several tokens to a single row, if its drafts are right."""
+"""Draft runner: speculative decoding of a single row, several tokens in a pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import upload
 
 DRAFTS = 3
-"""Drafts of a pass."""
+"""Number of drafts in a pass."""
 _TEXT = np.full((1, 1), int(Modality.TEXT), np.int8)
 _log = logging.getLogger("oscar_mm")
 
@@ -70,7 +70,7 @@ class DraftRunner:
         self._index = drafts.index
         weight = model.get_input_embeddings().weight
         self._inputs = torch.zeros(2 + count, dtype=torch.long, device=device)
-        """The first token, and the positions of all."""
+        """Id of the first token, and the positions of all tokens of a pass."""
         self._hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=device)
         self._steps = GraphInputs(cache, 1 + count)
         self._states = StateChain(1 + count)
@@ -80,20 +80,23 @@ class DraftRunner:
         self._early: _Pass | None = None
         self._pass: _Pass | None = None
         self._targets: list[list[torch.Tensor]] = []
-        """The row's states."""
+        """States of the row, which ``finish`` overwrites, see ``StateChain.targets``."""
         self._ready: dict[int, tuple[StepPlan, StepPlan, Staged]] = {}
-        """By the identity of its first token's plan: that plan, the step and its tables."""
+        """Prepared passes by ``id`` of their first token's plan: that plan, which keeps the id in
+        use, the chained step, and its tables."""
 
     def __call__(self, token: int, position: int) -> Verified | None:
-        """Draft tokens and compute the logits after each, which a later pass overwrites; add the
-        first token to the cache.
+        """Draft tokens, compute the logits after each, and add the first token to the cache.
+
+        ``finish`` must follow before the next call.
 
         Args:
             token: last token of the row, which is not in the cache.
             position: its RoPE position.
 
         Returns:
-            None if the cache cannot plan so many steps ahead; an ordinary step must follow.
+            Tensors that a later pass overwrites; None if the cache cannot plan so many steps
+            ahead, and an ordinary step must follow.
         """
         early, self._early = self._early, None
         if early is None or not self._is_next(early, token, position):
@@ -109,13 +112,16 @@ class DraftRunner:
         return early.verified
 
     def finish(self, accepted: int, token: int | None = None) -> None:
-        """End the pass: its first ``accepted`` drafts count.
+        """End the pass: add its first ``accepted`` drafts to the cache.
 
         Args:
             accepted: number of drafts that were right.
             token: the token after them, with which the next pass is launched early if it is a
-                replay; None if no pass will follow. If the next call has another token, or another
-                step comes in between, that pass is discarded.
+                replay of a graph; None if no pass will follow. If the next call has another token,
+                or another step comes in between, that pass is discarded.
+
+        Raises:
+            RuntimeError: if the cache has changed since the pass began.
         """
         assert self._pass is not None
         self._states.take(self._targets, accepted)
@@ -155,7 +161,7 @@ class DraftRunner:
 
         Args:
             token, position: see ``__call__``.
-            first: number of planned tokens that the cache has yet to take before.
+            first: number of planned tokens that come before the pass and are not in the cache yet.
         """
         step = self._planned(first)
         plan = self._cache.kv_manager.next_plan(first)
@@ -172,8 +178,11 @@ class DraftRunner:
             return _Pass(token, position, plan, self._run(step))
 
     def _planned(self, first: int) -> StepPlan | None:
-        """Plan a step with a row for each token after ``first`` others; None if that is not
-        possible."""
+        """Plan a chained step, see ``KVCacheManager.planned_chain``; None if that is not possible.
+
+        Args:
+            first: see ``_launched``.
+        """
         self._cache.check_complete()
         if all(layer.index != self._index for layer in self._cache.packed_layers):
             return None  # The cache was begun without drafts.

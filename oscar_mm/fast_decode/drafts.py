@@ -1,4 +1,4 @@
-"""Drafts: the next tokens as a checkpoint's own small module (MTP) guesses them.
+"""Drafts: next tokens, guessed by a checkpoint's own module for multi-token prediction (MTP).
 
 Qwen3.5 was trained with a module that reads the decoder's output for a token and the embedding of
 the next token, and predicts the token after that::
@@ -8,8 +8,8 @@ the next token, and predicts the token after that::
 
 ``layer`` is a decoder layer with attention. Its keys and values belong to the same tokens as those
 of the decoder, so they are one more layer of the cache, with the same slots: they are packed,
-cropped, forked and saved with the others. Only the answer's speed depends on drafts, not its
-tokens: each draft is compared with the token that the model itself chooses.
+cropped, forked and saved with the others. Drafts change the speed of an answer, not its tokens:
+each draft is compared with the token that the model itself chooses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PIECE = 1 << 13
 
 
 class Drafts(nn.Module):
-    """Weights of a Qwen3.5 checkpoint's module for drafts, named as in the checkpoint.
+    """Weights of a Qwen3.5 checkpoint's draft module, named as in the checkpoint.
 
     Args:
         decoder: decoder of transformers, whose layers have the same shapes.
@@ -60,7 +60,8 @@ class Drafts(nn.Module):
         return getattr(model.get_decoder(), _NAME, None)
 
     def attach(self, decoder: Any, head: nn.Module) -> None:
-        """Make ``of`` return this module, and store its keys and values of each prompt.
+        """Attach the module to a decoder, so that ``of`` finds it, and store its keys and values of
+        each prompt from now on.
 
         Args:
             decoder: decoder of the model.
@@ -77,7 +78,7 @@ class Drafts(nn.Module):
 
 
 class FastDrafts:
-    """Launches of the module for drafts.
+    """Launches of the draft module.
 
     Args:
         drafts: weights.
@@ -95,8 +96,8 @@ class FastDrafts:
             for one in (drafts.norm, drafts.pre_fc_norm_embedding, drafts.pre_fc_norm_hidden)
         )
 
-    def follow(self, cache: OscarCache) -> bool:
-        """Return whether the cache has the keys and values of all tokens before the current
+    def is_complete_in(self, cache: OscarCache) -> bool:
+        """Return whether a cache has this module's keys and values of all tokens before the current
         step."""
         known = None if cache.step is None else cache.step.layers
         return known is None or self.index in known
@@ -109,11 +110,11 @@ class FastDrafts:
         cache: OscarCache,
         place: int,
     ) -> torch.Tensor:
-        """Store a token of a chained step, and return the layer's output, (1, hidden size).
+        """Store a token of a chained step; return the (1, hidden size) output of the layer.
 
         Args:
-            hidden: (1, hidden size): output of the decoder for the token before, or, for a second
-                draft, normalized output of this module.
+            hidden: (1, hidden size): output of the decoder for the token before; for the token of
+                a draft, which the decoder has not read yet, normalized output of this module.
             embedded: (1, hidden size): embedding of the token.
             angles: cosines and sines of RoPE, (1, head_dim) each.
             cache: cache in a chained step.
@@ -123,7 +124,7 @@ class FastDrafts:
         asked, *others = self._layer.turned(rows, *angles)
         layer, step = cache.layers[self.index], cache.step
         assert step is not None
-        # The tables are those of all rows: the others compute what nobody reads.
+        # Attention has tables for all rows of the step; the output of the others is not used.
         queries, keys, values = (
             side[:, :, None].expand(len(step.past), -1, -1, -1).contiguous()
             for side in (asked[:, ::2], *others)
@@ -151,7 +152,7 @@ class FastDrafts:
         sine: torch.Tensor,
         cache: OscarCache,
     ) -> None:
-        """Store tokens without a draft of the next ones; see ``__call__``.
+        """Store tokens without drafting the next ones; see ``__call__``.
 
         Args:
             hidden, embedded: (batch, tokens, hidden size).
@@ -172,10 +173,10 @@ class FastDrafts:
 
 @torch.no_grad()
 def _store_prompt(decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of the decoder: store what drafts read of a prompt."""
+    """Forward hook of the decoder: store a prompt's keys and values, which drafts read."""
     cache, drafts = cache_of(kwargs), getattr(decoder, _NAME)
     fast = FastDrafts(drafts)
-    if not isinstance(cache, OscarCache) or not fast.follow(cache):
+    if not isinstance(cache, OscarCache) or not fast.is_complete_in(cache):
         return
     hidden, embedded = output.last_hidden_state, kwargs.get("inputs_embeds")
     if embedded is None:

@@ -37,7 +37,7 @@ from oscar_mm.ops.decode_tables import fill_pinned_cache, upload
 from oscar_mm.tensor_parallel import TPGroup
 
 Staged = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors on a device, and their new content on the host."""
+"""Pairs of a tensor on a device and its new content on the host."""
 
 
 class GraphInputs:
@@ -68,7 +68,8 @@ class GraphInputs:
         return self._tables.version, *self._cache.version
 
     def staged(self, step: StepPlan) -> Staged | None:
-        """Return the tables of a chained step for ``fix``; None if ``fix`` must compute them."""
+        """Return the tables of a chained step, computed ahead for ``fix``; None if ``fix`` must
+        compute them itself."""
         if not self._tables.takes(step) or (step.pack_jobs and self._tables.packs_whole_pages):
             return None
         return self._tables.staged(step)
@@ -78,7 +79,7 @@ class GraphInputs:
 
         Args:
             step: the step.
-            staged: its tables, if they are known.
+            staged: its tables from ``staged``; None to compute them.
 
         Returns:
             Whether a graph can run the step; if not, the step is left unchanged.

@@ -160,15 +160,25 @@ class GatedLayer(FastLayer):
         *,
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the output of the attention block from that of attention and ``turned``."""
+        """Apply the gates to the output of attention; return the output of the attention block.
+
+        Args:
+            found: (tokens, query heads * head_dim): output of attention.
+            asked: queries with their gates, see ``turned``.
+            rows, in_place: see ``FastLayer.attended``.
+        """
         passed = found * asked[:, 1::2].sigmoid().flatten(1)
         return self.output(passed, residual=rows, in_place=in_place)
 
     def turned(
         self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return queries, each followed by its gate, keys and values, (tokens, heads, head_dim)
-        each, after RoPE; see ``FastLayer.attended``."""
+        """Project tokens and apply RoPE; the arguments are those of ``FastLayer.attended``.
+
+        Returns:
+            Queries, each followed by its gate: (tokens, 2 * query heads, head_dim); then keys and
+            values: (tokens, KV heads, head_dim).
+        """
         heads, (queries, keys, _) = self.projected(rows), self.heads
         turning = heads[:, : queries + keys]
         rope_(turning, queries // 2, cosine, sine, self.head_norms, gated=True)

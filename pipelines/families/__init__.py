@@ -4,8 +4,8 @@ import gc
 from importlib import import_module
 from pkgutil import iter_modules
 
-# torch and transformers come with them, in a great many objects that all stay. Looking through them
-# for garbage again and again would take a tenth of the time.
+# The families import torch and transformers, whose many objects all stay. Looking through them for
+# garbage again and again would take a tenth of the time.
 _collects = gc.isenabled()
 gc.disable()
 try:
