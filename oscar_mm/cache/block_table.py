@@ -55,7 +55,7 @@ class SlotPool:
         """Return ``count`` slots with one owner each; the pool grows if necessary."""
         if not count:
             return []
-        self.grow_to(count)
+        self.ensure_free(count)
         if for_prompt:
             slots, self._free = self._free[:count][::-1], self._free[count:]
         else:
@@ -63,22 +63,23 @@ class SlotPool:
         self._own(slots)
         return slots
 
-    def grow_to(self, free: int) -> None:
-        """Grow the pool if it has fewer free slots than ``free``.
+    def ensure_free(self, count: int) -> None:
+        """Grow the pool if it has fewer than ``count`` free slots; steps take the new ones first.
 
         It grows to the required size, but by at least 1/32 of its capacity: a prompt wastes no
         memory, and a long answer seldom moves the pool.
         """
-        missing = free - len(self._free)
+        missing = count - len(self._free)
         if missing > 0:
             self._free += self._grown(max(missing, self.capacity // 32))
 
     def make_free(self, count: int) -> None:
-        """Grow the pool until ``count`` slots are free; prompts take the new ones first."""
+        """Grow the pool until exactly ``count`` slots are free, unless there are more; prompts take
+        the new ones first, so that planned steps keep theirs."""
         self._free = self._grown(max(0, count - self.free)) + self._free
 
     def _grown(self, count: int) -> list[int]:
-        """Add ``count`` slots and return them, in the order in which the free list has them."""
+        """Add ``count`` slots without owners, and return them in the order of the free list."""
         grown = range(self.capacity, self.capacity + count)
         self._references += [0] * count
         self._uses += [0] * count
@@ -190,7 +191,8 @@ class PlannedSlots:
 
         Args:
             allocators: the pools.
-            earlier: kinds and slots that steps will allocate before this one.
+            earlier: (kind, slot) pairs that planned steps before this one will allocate; they have
+                no owner yet, so their owners are not compared.
         """
         for bits, slot, uses in self.given:
             if allocators[bits].uses(slot) != uses:
@@ -232,7 +234,7 @@ class DryRunSlots:
         return given
 
     def skip(self, slot: int) -> None:
-        """Leave out a slot, which is already planned."""
+        """Count a slot as allocated by an earlier plan."""
         self._given.add(slot)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -482,9 +484,10 @@ class SequenceTable:
         stored: number of tokens in streams.
         spare: unused 16-bit slots that this sequence owns. If a token leaves the window in a
             decode step, its slot is kept here for later tokens, which take the oldest one.
-        keeps: number of spare slots to keep, so that steps of drafts, which may be rejected, do not
-            write to slots that other such steps have emptied; ordinary steps that are planned
-            ahead keep one.
+        keeps: number of spare slots that the sequence keeps where each packed token passes its slot
+            on; one for ordinary steps. A pass with drafts needs one for each of its tokens: it must
+            not write to a slot that one of its own steps empties, because that step may be
+            rejected, and its token then is still in the slot.
         deferred: steps that are not in the table yet; None if the table is complete.
     """
 

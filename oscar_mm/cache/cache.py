@@ -127,8 +127,8 @@ class OscarCache(Cache):
     to_spares: bool
     """Whether the current step writes states to spare layers."""
     hidden: torch.Tensor | None
-    """(1, hidden size) output of the decoder for the last token of a prompt, from which the first
-    draft begins; None if it is not known."""
+    """(1, hidden size) output of the decoder for the last token of a prompt, which the first draft
+    reads; None if it is not known."""
 
     def __init__(
         self,
@@ -398,17 +398,17 @@ class OscarCache(Cache):
         return step
 
     def pack_first(self) -> None:
-        """Pack the tokens of a chained step, before its first layer."""
+        """Pack the tokens that leave the window in a chained step; call this before its first
+        layer."""
         assert self.step is not None
-        self.end_step()
+        self.end_step()  # With fixed tables, one launch packs for all layers.
         for layer in () if self.step.packs_at_end else self.packed_layers:
             layer.pack_stored(self.step)
 
     def store_only(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> None:
-        """Add a layer's new keys and values, see ``update``, to which no query of this pass
-        attends."""
+        """Store a layer's new keys and values, see ``update``, without attention over them."""
         layer = self.layer_for(layer_idx, key_states, value_states)
         layer.append(key_states, value_states, self._step_for(layer, key_states))
 

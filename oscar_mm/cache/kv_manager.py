@@ -272,14 +272,14 @@ class KVCacheManager:
         return step
 
     def planned_chain(self, count: int) -> StepPlan | None:
-        """Plan ahead the next ``count`` text tokens of the only row, as ``planned`` plans one.
+        """Plan a chained step ahead: the next ``count`` text tokens of the only row.
 
-        ``advance`` then takes the tokens one by one; those that it does not receive leave no trace.
+        ``advance`` then takes the tokens one by one, as it takes a step of ``planned``; those that
+        it does not receive leave no trace.
 
         Returns:
             A step with a row for each token. No row writes to a slot from which another reads a
-            stored token. None if a page must be copied, or a token of the step would have to be
-            packed.
+            stored token. None if a page must be copied, or a new token would have to be packed.
         """
         self.store.collect()
         if self.holds_chain(count):
@@ -294,7 +294,8 @@ class KVCacheManager:
         return step
 
     def holds_chain(self, count: int) -> bool:
-        """Return whether all plans of a chain for steps of ``count`` tokens still hold."""
+        """Return whether all plans of ``planned_chain`` still hold, and were made for steps of
+        ``count`` tokens."""
         if not self.holds_plan or [row.keeps for row in self.sequences] != [count]:
             return False
         earlier = set[tuple[Bits, int]]()
@@ -307,7 +308,8 @@ class KVCacheManager:
         return True
 
     def plan_further(self, count: int) -> None:
-        """Extend the plans of ``planned_chain`` to ``count`` tokens, as far as that is possible."""
+        """Extend the plans of ``planned_chain`` to ``count`` tokens, but only up to a token for
+        which a pool must grow or a page must be copied."""
         [sequence] = self.sequences
         rows = [plan.rows[0] for plan in self._planned]
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
@@ -316,7 +318,8 @@ class KVCacheManager:
                 free[bits].skip(slot)
         number, changes, trims = self.version
         table, length = rows[-1].table if rows else sequence, len(sequence.codes)
-        sequence.codes += bytes(row.code for row in rows)  # The tables share them.
+        # Planned tables share the codes of the sequence.
+        sequence.codes += bytes(row.code for row in rows)
         try:
             while len(self._planned) < count:
                 version = number, changes + len(self._planned), trims
@@ -330,8 +333,8 @@ class KVCacheManager:
             del sequence.codes[length:]
 
     def later_chain(self, first: int, count: int) -> StepPlan | None:
-        """Return what ``planned_chain`` will return once ``first`` of the planned tokens have come;
-        None if the plans do not reach that far."""
+        """Return the chained step of ``count`` planned tokens after ``first`` others; None if the
+        plans do not reach that far, or for a reason of ``planned_chain``."""
         steps = [plan.step for plan in self._planned[first : first + count]]
         return chained(steps) if len(steps) == count else None
 
@@ -343,8 +346,11 @@ class KVCacheManager:
     def _planned_after(
         self, table: SequenceTable, free: Mapping[Bits, DryRunSlots], version: tuple[int, ...]
     ) -> tuple[SequenceTable, _PlannedStep]:
-        """Plan a text token after those of ``table``, whose codes grow; also return the table
-        after it."""
+        """Plan a text token after those of ``table``, to whose codes it is added.
+
+        Returns:
+            The table after the token, and its plan.
+        """
         modalities = np.full((1, 1), int(Modality.TEXT), np.int8)
         past, slots = table.before(), PlannedSlots()
         after = table.before()
@@ -360,18 +366,18 @@ class KVCacheManager:
         return after, _PlannedStep(step, version, modalities, {0: row})
 
     def _make_room(self, sequence: SequenceTable, count: int) -> None:
-        """Let a sequence keep as many spare slots from now on, and pools have free slots for the
-        chains of two passes."""
+        """Let a sequence keep ``count`` spare slots from now on, and grow pools for the tokens of
+        two chained steps of ``count`` tokens."""
         sequence.keeps = count
         if (missing := sequence.keeps - len(sequence.spare)) > 0:
             self.changes += 1
             sequence.spare = sequence.spare + self.allocators[PLAIN].allocate(missing)
-        self.allocators[PLAIN].grow_to(2 * count)
-        self.allocators[self.policy.bits_for(Modality.TEXT)].grow_to(1)
+        self.allocators[PLAIN].ensure_free(2 * count)
+        self.allocators[self.policy.bits_for(Modality.TEXT)].ensure_free(1)
 
     @property
     def holds_plan(self) -> bool:
-        """Whether ``advance`` would apply the next plan of ``planned_chain``."""
+        """Whether ``advance`` would take the next planned step."""
         return bool(self._planned) and self._planned[0].holds(
             self._planned[0].modalities, self, self.version
         )
@@ -521,7 +527,8 @@ class _PlannedRow(NamedTuple):
         return self.before.is_of(sequence) and self.slots.hold(allocators)
 
     def take_place(self, sequence: SequenceTable, allocators: Mapping[Bits, SlotPool]) -> None:
-        """Apply the effect to the sequence, and release slots; the given ones are claimed."""
+        """Apply the effect to the sequence, and release slots; the caller has claimed the allocated
+        ones."""
         sequence.codes.append(self.code)
         sequence.streams, sequence.stored = self.table.streams, self.table.stored
         sequence.spare = self.table.spare

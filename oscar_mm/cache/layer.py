@@ -226,7 +226,7 @@ class OscarLayer(CacheLayerMixin):
             keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
             step: plan that says where the chunk's tokens are stored.
             beside: see ``oscar_mm.ops.append``.
-            row: the only row to store, of a chained step; None for all.
+            row: index of the only row of a chained step to store; None for all rows.
 
         Raises:
             FloatingPointError: see ``OscarCache.check_overflow``.
@@ -274,8 +274,8 @@ class OscarLayer(CacheLayerMixin):
             )
 
     def pack_stored(self, step: StepPlan) -> None:
-        """Run a step's pack jobs, which read no new tokens, before the step."""
-        # New tokens are not packed, so any values can stand in for them.
+        """Run a step's pack jobs before its new tokens are stored; none of them reads these."""
+        # Any values can stand in for the new tokens, which are not packed.
         some = self.recent.storage[:1, 0, :, None, :].expand(len(step.past), -1, -1, -1)
         self.pack(some, some, step)
 

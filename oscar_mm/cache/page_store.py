@@ -347,9 +347,12 @@ class PageStore:
     def grow_ahead(self, counts: Mapping[Bits, int]) -> None:
         """Grow pools until ``counts[bits]`` slots of each kind are free, as far as there is memory.
 
-        Call this while the device is busy: a step for which a pool must grow cannot be launched
-        early, so that the device waits for the host. On a CPU, where no step is launched early, and
-        with several ranks, whose pools must stay the same, nothing grows.
+        A step for which a pool must grow cannot be launched early, so that the device waits for the
+        host. Call this earlier, while the device is busy. Nothing grows on a CPU, where no step is
+        launched early, and with several ranks, whose pools must stay the same.
+
+        Args:
+            counts: minimum number of free slots by kind.
         """
         if self.is_on_cpu or self.ranks.count > 1:
             return

@@ -43,8 +43,8 @@ from oscar_mm.torch_modes import eager
 TWO_WAY = "two_way_pictures"
 """Attribute of attention modules whose image tokens also attend to later ones of their run."""
 _PLANNED_TOKENS = 8192
-"""Minimum prompt length in tokens for which torch may choose cuDNN where our kernel does not take
-the arguments: cuDNN spends 38 ms planning for each new length (H200)."""
+"""Minimum prompt length in tokens for which torch may choose cuDNN, if our kernel does not take the
+prompt: cuDNN spends 38 ms planning for each new length (H200)."""
 
 
 def attend_stored(

@@ -186,7 +186,7 @@ class RowStates(NamedTuple):
         addresses: (4, rows) int64 on the device: addresses of the convolution states, of the
             recurrent states, and of both after the step; 0 for a row without a new token.
         chained: whether the rows are consecutive tokens, see ``StateChain``: each begins with the
-            states after the row before.
+            states after the row before it.
     """
 
     layers: Sequence[LinearLayer | None]
@@ -335,7 +335,8 @@ class StateChain:
         """For each token, the states after it, by dtype."""
 
     def rows(self, row: StateRow) -> list[StateRow]:
-        """Return a row for each token: its layers are those after the token before.
+        """Return a row for each token, which reads the states after the token before and writes
+        those after its own.
 
         Args:
             row: states before the first token, the only row of its cache.
@@ -349,17 +350,22 @@ class StateChain:
         return [StateRow(own, after, 0) for own, after in zip(layers, self._after, strict=True)]
 
     def targets(self, row: StateRow) -> list[list[torch.Tensor]]:
-        """Return the row's states by dtype, for ``take``."""
+        """Return the tensors of a row's states, grouped by dtype, for ``take``."""
         return _by_dtype(row.layers[index] for index in self._after[0])
 
     def take(self, targets: Sequence[list[torch.Tensor]], token: int) -> None:
-        """Copy the states after a token to those of the row."""
+        """Copy the states after a token to those of the row.
+
+        Args:
+            targets: see ``targets``.
+            token: index of the token.
+        """
         for some, sources in zip(targets, self._sources[token], strict=True):
             torch._foreach_copy_(some, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _by_dtype(layers: Iterable[LinearLayer]) -> list[list[torch.Tensor]]:
-    """Return the states of layers, those of the same dtype in a list."""
+    """Return the states of layers, one list for each dtype."""
     found = defaultdict[torch.dtype, list[torch.Tensor]](list)
     for state in states_of(layers):
         found[state.dtype].append(state)

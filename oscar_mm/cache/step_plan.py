@@ -443,14 +443,14 @@ class StepPlan:
 
 
 def chained(steps: Sequence[StepPlan]) -> StepPlan | None:
-    """Return a step whose rows are consecutive tokens of a sequence.
+    """Join single steps to a chained step, whose rows are consecutive tokens of one sequence.
 
     Args:
-        steps: a step of a single row for each token.
+        steps: a planned step of one row for each token.
 
     Returns:
-        The step; None if a page must be copied, or one token's slot is read for another: a token
-        that is to be packed is in it, or was until then.
+        The step; None if a page must be copied, a new token would have to be packed, or a token
+        would be written to a slot from which the step packs another.
     """
     past = [row for one in steps for row in one.past]
     whole = StepPlan(past=past, from_pages=True, chained=True)
@@ -518,8 +518,8 @@ class GraphTables:
             bits: -(-min_page_tokens(policy, bits) // TILE) for bits in policy.packed_bits
         }
         self._rooms: dict[tuple[AttentionShape, torch.device], _Room] = {}
-        # Tables of a step's new tokens by kind, and on each device one tensor of them, so that a
-        # step needs one copy, and its parts.
+        # Tables of a step's new tokens by kind. On each device, one tensor contains them all, since
+        # a step then needs one copy; with it, its parts by kind.
         self._tokens: dict[str, np.ndarray] = {}
         self._on_device: dict[torch.device, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
 
@@ -578,8 +578,8 @@ class GraphTables:
         return tables
 
     def staged(self, step: StepPlan) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Return the tensors that ``write`` would write to and their new content on the host; None
-        if one is too small."""
+        """Return pairs of a tensor that ``write`` would write to and its new content on the host;
+        None if one is too small."""
         found = list[tuple[torch.Tensor, np.ndarray]]()
         for (attention, _), room in self._rooms.items():
             arrays = arrays_of(*attention.over(step.past, step.steady), room.longest)
@@ -590,7 +590,7 @@ class GraphTables:
         of_tokens = laid_out(tuple(tables.values()))
         found += [(whole, of_tokens) for whole, _ in self._on_device.values()]
         targets, arrays = zip(*found, strict=True)
-        # All in one tensor, since each takes time to pin.
+        # One pinned tensor for all, since pinning takes time for each.
         whole = _on_host(np.concatenate([array.ravel() for array in arrays]), targets[0])
         parts = whole.split([target.numel() for target in targets])
         return [(one, part.view(one.shape)) for one, part in zip(targets, parts, strict=True)]
