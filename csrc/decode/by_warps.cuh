@@ -30,8 +30,8 @@ constexpr int KEY_BYTES = PageA::value_codes, VALUE_BYTES = PageA::head_bytes - 
 static_assert(KEY_BYTES >= TILE * ROW_BYTES && VALUE_BYTES >= TILE * ROW_BYTES,
               "a buffer holds 16 tokens in 16 bit");
 
-// Queries of which a warp has its own, in less memory than Queries: only integers, of the columns
-// that differ.
+// Queries of one warp. They take less memory than Queries: integers only, and only the columns that
+// differ.
 struct OwnQueries {
   alignas(16) uint4 fixed[FIXED_STEPS][4 * USED_COLUMNS];
   float total[COLUMNS], unit[COLUMNS];
@@ -99,7 +99,8 @@ struct Own {
     alignas(16) float records[USED_COLUMNS][RECORD];  // once the queries are no longer needed
   };
   uint64_t full[2];  // keys, values
-  // The segment that the warp attends to, and the next one; here, to leave registers for the pages.
+  // The segment that the warp attends to, and the next one. They are in shared memory to leave
+  // registers for the pages.
   Assignment part, next;
   int number;    // of the warp
   int last;      // item of the part
@@ -117,13 +118,14 @@ __device__ __forceinline__ int64_t warps_of(const Assignment& part) {
   return min(part.workers * BY_WARPS, part.length);
 }
 
-// The warp, among those of all thread blocks, whose part has a position of the work list, likewise.
+// Number, among the warps of all thread blocks, of the warp whose part contains a position of the
+// work list, if warps straddle segments.
 __device__ __forceinline__ int warp_of(const Assignment& part, int position) {
   return static_cast<int>(((position + 1) * warps_of(part) - 1) / part.length);
 }
 
-// Move on to the segment of the number-th warp and its part of that, if each warp has one segment.
-// The segments of a sequence have equally many warps.
+// Move on to the number-th warp's segment and its part of that segment, if each warp has one segment.
+// All segments of a sequence have the same number of warps.
 __device__ __forceinline__ void find_segment(const Params& params, Assignment& part, int number) {
   const int column_tiles = (params.group * params.tokens + COLUMNS - 1) / COLUMNS;
   const int row_segments = params.kv_heads * column_tiles;
@@ -192,8 +194,8 @@ __device__ __forceinline__ float (*record_of(const Params& params, const Own& ow
   return reinterpret_cast<float(*)[RECORD]>(params.partials + number * PART);
 }
 
-// Bring the 16-bit tokens of items [begin, end) to L2: they take a warp less time than their copies
-// would.
+// Bring the 16-bit tokens of items [begin, end) to L2. For a warp, prefetches take less time than
+// copies to shared memory.
 __device__ __forceinline__ void prefetch_tokens(const Params& params, const Assignment& part,
                                                 int begin, int end, int lane) {
   constexpr int AT_ONCE = 4, LINE = 128;
@@ -223,8 +225,8 @@ __device__ __forceinline__ void make_uniform(Assignment& part) {
   part.gap = uniform(part.gap);
 }
 
-// Sums of the records of all columns, in order. Their additions are independent of each other, and
-// there are few records, so none waits for shuffles as in Column.
+// Sums of the records of all columns, in order. The sums of the columns are independent of each
+// other, and there are few records, so no addition waits for shuffles as in Column.
 struct Sums {
   float x[USED_COLUMNS][PER_LANE] = {};
   float total[USED_COLUMNS] = {}, maximum[USED_COLUMNS];
@@ -315,7 +317,7 @@ __device__ __forceinline__ void page_weights(Weights (&weights)[2], State& state
   weights[0] = both ? weights_of(before, unit, next) : weights[1];
 }
 
-// All work of a warp.
+// Attend to all items of a warp.
 __device__ __forceinline__ void attend(const Params& params, uint8_t* shared, int warp, int lane) {
   Own& own = reinterpret_cast<Own*>(shared)[warp];
   if (lane < 2) barrier_init(&own.full[lane]);

@@ -1,12 +1,12 @@
 // varlen: causal attention of concatenated sequences in 16-bit precision (Hopper). A sequence's last
-// query attends to all its keys.
+// query attends to all its keys, an earlier one to correspondingly fewer.
 //
 // A thread block computes a tile of a sequence's queries for one head: each of its warpgroups has 64
 // of them. A producer warp copies the queries, then tiles of keys and values, with TMA. While the
 // scores of a tile become weights, the values of the previous one are multiplied by theirs.
 //
-// Rows of a tile of values that are not the sequence's may contain anything, even NaN, which a
-// weight of 0 would not hide: they are cleared. Other rows that a tile has too much only affect
+// A tile of values may contain rows of the next sequence, which can be anything, even NaN. A weight
+// of 0 would not hide NaN, so these rows are cleared. Surplus rows of the other tiles only affect
 // scores that are masked, and outputs that are not written.
 //
 // Compiled with: HEAD_DIM (64, 128), ELEMENT (__half, __nv_bfloat16), USE_TMA (always 1).
@@ -37,17 +37,17 @@ struct Params {
   int sequences;
   int group;              // query heads of a KV head
   float scale;            // of scores, times log2(e)
-  int unused[7];
+  int unused[7];          // up to the alignment of TensorMap, 64 bytes
 };
 
-// Tile of a sequence: blockIdx.y counts the tiles of all sequences. A sequence's last tile comes
-// first, since it has the most keys.
+// Tile of a sequence's queries. blockIdx.y counts the tiles of all sequences; a sequence's last tile
+// comes first, since it has the most keys.
 struct Tile {
-  int first;              // query in its sequence
+  int first;              // index of the tile's first query in its sequence
   int queries, keys;      // of the sequence
   int query_start, key_start;
 
-  // Return whether there are so many tiles; all lanes call this.
+  // Find the thread block's tile; return false if there are fewer tiles. All lanes call this.
   __device__ __forceinline__ bool find(const Params& params) {
     const int lane = threadIdx.x % 32;
     int tile = blockIdx.y;
@@ -87,7 +87,7 @@ struct Tile {
   }
 };
 
-// Tiles in shared memory: `full` completes when a tile has arrived, `empty` when all warps have done
+// Tiles in shared memory: `full` completes when a tile has arrived, `empty` when all warps are done
 // with it.
 struct Ring {
   uint32_t memory;
@@ -98,7 +98,7 @@ struct Ring {
   __device__ __forceinline__ uint32_t tile() const { return memory + slot * KEY_TILE; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(&full[slot], parity); }
 
-  // Let the producer have the tile, and go on to the next.
+  // Return the tile to the producer, and go on to the next.
   __device__ __forceinline__ void release() {
     if (threadIdx.x % 32 == 0)
       asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&empty[slot]))

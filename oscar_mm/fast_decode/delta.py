@@ -160,7 +160,7 @@ class Specialization(NamedTuple):
     """Thread blocks per key head."""
     dtype: torch.dtype
     tokens: int = 1
-    """Number of consecutive rows that are tokens of a sequence."""
+    """Number of rows that are consecutive tokens of one sequence; 1 if rows are sequences."""
 
     @classmethod
     def of(
@@ -171,8 +171,18 @@ class Specialization(NamedTuple):
         device: torch.device,
         tokens: int = 1,
     ) -> Self:
-        """Return the specialization for a number of rows: few sequences are divided among many
-        thread blocks; with many, that would only make thread blocks load and wait more often."""
+        """Return the specialization for a number of rows.
+
+        Few sequences are divided among many thread blocks; with many, that would only make thread
+        blocks load and wait more often.
+
+        Args:
+            shape: heads of the layer and their sizes.
+            dtype: dtype of the activations.
+            rows: number of rows.
+            device: GPU.
+            tokens: see the attribute.
+        """
         sizes = cluster_sizes(shape.group, shape.values, architecture(device))
         most = _BLOCKS * multiprocessors(device)
         few = [one for one in sizes if rows // tokens * shape.key_heads * one <= most]
@@ -227,12 +237,12 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
         kernel: Callable[[DeltaArguments], torch.Tensor],
         device: torch.device,
     ) -> float:
-        """Return the largest relative error of an output or a state after two steps of three
-        rows, one of which has no token, or of a sequence."""
+        """Return the largest relative error of an output or a state after two steps: of three
+        rows, one of which has no token, or of the consecutive tokens of one sequence."""
         keys, values, group, _, dtype, tokens = specialization
         shape, errors = DeltaShape(3, 3 * group, keys, values), list[float]()
         chained = tokens > 1
-        rows, idle, kept = (tokens, None, 1) if chained else (3, 1, 2)
+        rows, idle, every = (tokens, None, 1) if chained else (3, 1, 2)
         for parts, in_place in ((shape.one_after_the_other, True), (shape.by_key_head, False)):
             states = {"idle": idle, "in_place": in_place and not chained, "chained": chained}
             found, expected = (
@@ -242,7 +252,7 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
                 outputs = [
                     x.unflatten(1, (-1, values)) for x in (kernel(found), delta_by_torch(expected))
                 ]
-                errors.append(relative_error(*(x[::kept] for x in outputs)))
+                errors.append(relative_error(*(x[::every] for x in outputs)))
             for one, other in zip(found.states.results, expected.states.results, strict=True):
                 errors.append(relative_error(one.flatten(1), other.flatten(1)))
         return worst(errors)
@@ -269,7 +279,7 @@ def sample(
         device: device of all tensors.
         idle: a row without a new token; None for none.
         in_place: whether the states after the step replace those before it.
-        chained: whether the rows are consecutive tokens; not with ``in_place``.
+        chained: whether the rows are consecutive tokens of one sequence; not with ``in_place``.
     """
     random = random_normal(dtype, device)
     key_heads, value_heads, keys, values = shape

@@ -457,8 +457,8 @@ def linear_of(arguments: LinearArguments, *, in_place: bool = False) -> torch.Te
     """Multiply rows by matrices; the caller has checked the arguments.
 
     Args:
-        in_place: whether the residual, which nothing else may need, can become the result. The sum
-            is the same, but with many rows a GPU copies the residual to any other result first.
+        in_place: whether the result may overwrite the residual, which nothing else may need then.
+            The sum is the same, and with many rows a GPU need not copy the residual first.
     """
     kernel = kernel_for(arguments)
     if kernel is not None:

@@ -83,8 +83,8 @@ def _active(lora: Any) -> Iterator[_Adapter]:
 
 
 class LowRank(NamedTuple):
-    """What the adapters of one launch add. All of its modules have the same number of ranks, also
-    those without adapters.
+    """Matrices of the adapters of one launch. All modules of the launch have the same number of
+    ranks, even those without adapters, whose matrices are zeros.
 
     Attributes:
         down: (modules * ranks, width): matrices A.

@@ -15,8 +15,8 @@ from oscar_mm.kernels.macros import macros_of
 from oscar_mm.kernels.self_check import OperationKernel, random_normal, relative_error
 
 MAX_ROWS, TILE, STEP, WARPS = 16, 8, 16, 4
-"""Rows and outputs of a product of matrix units, its ranks, and warps of a thread block; each warp
-computes such a tile of outputs."""
+"""Rows, outputs and ranks of a product on matrix units, and warps of a thread block, each of which
+computes ``TILE`` outputs."""
 _MOST_SHARED = 48 << 10
 """Maximum bytes of a thread block's part of the matrices B."""
 
@@ -90,7 +90,7 @@ class LowRankKernel(OperationKernel[LowRankSpecialization], operation="low_rank"
         return WARPS * TILE * (1 + self.specialization.gated) * ranks * 2
 
     def __call__(self, arguments: LowRankArguments) -> torch.Tensor:
-        """Launch the kernel."""
+        """Launch the kernel; return (rows, outputs), those of one module if gated."""
         products, between, up, sizes, idle, residual = arguments
         rows, outputs = len(products), products.shape[1] // (1 + self.specialization.gated)
         output = products.new_empty(rows, outputs)

@@ -1,7 +1,8 @@
-"""Decoders that run as their own modules: products of few rows and RMSNorms in single launches.
+"""Decoders that run as transformers' own modules: faster products of few rows, and RMSNorms in one
+launch.
 
-A graph of such a decoder has its modules' operations, each in a launch of its own. Of these,
-products read the weights, and an RMSNorm alone takes eight launches.
+A graph of such a decoder launches each operation of its modules, eight for an RMSNorm. Products of
+few rows take as long as reading the weights, which the kernels of ``linear`` do faster than cuBLAS.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SAME = 0.02
 
 
 def rms_norms(model: Any) -> list[nn.Module]:
-    """Return the modules of a model's decoder that compute an RMSNorm, as a comparison shows."""
+    """Return the modules of a model's decoder whose output is that of an RMSNorm, by a comparison
+    for each class."""
     norms = [
         one
         for one in modules_of(model.get_decoder())
@@ -50,7 +52,7 @@ def _norm_of(norm: Any) -> Norm:
 
 @contextmanager
 def in_fewer_launches(norms: Iterable[Any]) -> Iterator[None]:
-    """Within the block, norms and the products of linear modules take single launches.
+    """Within the block, norms and products of linear modules take one launch each.
 
     Args:
         norms: see ``rms_norms``.
@@ -74,8 +76,8 @@ def _normalized(norm: Any, x: torch.Tensor, *more: Any, **named: Any) -> torch.T
 
 
 class FewRowProducts(TorchFunctionMode):
-    """Within it, linear modules multiply up to ``MAX_COLUMNS`` rows by the kernels of ``linear``,
-    which read weights at memory bandwidth. Whatever they do not take runs as it was written."""
+    """Mode in which the kernels of ``linear``, which read weights at memory bandwidth, multiply up
+    to ``MAX_COLUMNS`` rows for linear modules. Whatever they do not take runs as it was written."""
 
     def __torch_function__(
         self,
@@ -93,7 +95,7 @@ class FewRowProducts(TorchFunctionMode):
 def _product(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Multiply (..., width) by a matrix; None if the kernels do not."""
+    """Return the product of (..., width) activations and a matrix; None if no kernel takes them."""
     plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.dtype == input.dtype
     casts = torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type)
     if not plain or casts or not 0 < input.numel() <= MAX_COLUMNS * input.shape[-1]:

@@ -59,6 +59,7 @@ _MAX_COLUMNS = 128
 attends to the copy. Both are equally fast at 224 queries with float32 states, and at 165 with
 bfloat16 states on a CPU with AMX; heads, head_dim and past hardly matter."""
 _ASSIGNMENT_BYTES = FIELDS // 2 * 4
+"""``sizeof(Assignment)`` of csrc/decode/params.cuh, half of a thread block's work."""
 _MAX_VALUE_GROUPS = 4
 """Value groups of a head that the GPU kernel has registers for."""
 _checker = ArgumentChecker("decode")
@@ -260,8 +261,8 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
                 f"a thread block has {limit} bytes of shared memory on {device}, too few for "
                 f"pages of {specialization.head_bytes} bytes per head"
             )
-        # Where only thread blocks divide the work, a kernel without the code of warps is 1% to 2%
-        # faster, because its threads may have more registers.
+        # Where only thread blocks divide the work, a kernel compiled without the code for warps is
+        # 1% to 2% faster, because its threads may have more registers.
         self._of_blocks = self._compiled(shape._replace(by_warps=0))
         self._of_warps = self._compiled(shape)
         self._arrivals: dict[tuple[int, bool], tuple[int | None, torch.Tensor]] = {}
@@ -341,7 +342,8 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         rotate, dtype = specialization.rotate, specialization.dtype
         formats = [replace(one, kv_heads=CHECKED_HEADS) for one in specialization.formats]
         problems = []
-        # With one thread block, there are many segments; warps straddle them without second halves.
+        # With one thread block, there are many segments. Each warp has one of them, or, where the
+        # second half of the table is 0, warps straddle segments.
         for workers, straddle in ((multiprocessors(device), False), (1, False), (1, True)):
             states, items, recents, counts, assignments = random_past(
                 formats, rotate, dtype, device, workers, specialization.narrow

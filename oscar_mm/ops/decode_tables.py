@@ -40,10 +40,10 @@ WARP_SEGMENT_ITEMS = 3
 DIVIDING_WARPS = 16
 """Number of warps of a thread block that divide the work list."""
 WORKING_WARPS = (12, DIVIDING_WARPS)
-"""Numbers of warps of a thread block that may work, each on one segment, in order of preference:
-with more warps, segments have more parts, which take longer (64 rows after 2,200 tokens: 39 us with
-12, 49 with 16), unless it takes so many for all segments (256 rows after 700 tokens: 58 us; 75 if
-warps straddle segments; H200)."""
+"""Numbers of warps of a thread block that may work, each on one segment, in order of preference.
+With more warps, segments have more parts, which takes longer (64 rows after 2,200 tokens: 39 us
+with 12 warps, 49 with 16). But where only 16 give each segment a warp, warps that straddle segments
+take longer still (256 rows after 700 tokens: 58 us with 16, 75 straddling; H200)."""
 TILE = 16
 """Number of 16-bit tokens that a warp processes at a time."""
 HALF_PAGE = PAGE_TOKENS // 2
@@ -58,7 +58,7 @@ FIELDS = 32  # 32-bit words of Work in csrc/decode/params.cuh, including padding
 _PINNED_SIZES = [1 << power for power in range(3, 20)]
 """Sizes of pinned memory in bytes: from a row's token to the tables of 256 rows."""
 _PINNED_EACH = 16
-"""Number of tables of each size, 16 MiB in all: two passes are in flight, with at most five tables
+"""Number of buffers of each size, 16 MiB in all: two passes are in flight, with at most five tables
 of a size each."""
 _checker = ArgumentChecker("decode")
 
@@ -188,13 +188,13 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def fill_pinned_cache() -> None:
     """Let torch allocate the pinned memory that the tables of steps need, once in a process.
 
-    An allocation waits for the passes that are queued on the GPU. Torch gives memory back to its
-    cache, by powers of two, only once the passes before a copy are over, so several tables of a
-    size are on their way at a time.
+    Later, an allocation would wait for the passes that are queued on the GPU. Torch reuses pinned
+    memory, in sizes of powers of two, only once the GPU has carried out the copy from it, so
+    several tables of a size need memory at a time.
     """
     for size in _PINNED_SIZES:
         held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_PINNED_EACH)]
-        del held
+        del held  # Torch keeps the memory for later tensors.
 
 
 def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -296,9 +296,10 @@ def assign(
     ``WARP_SEGMENT_ITEMS`` if warps divide the list: without them, thread blocks with many short
     segments, such as padding rows of a graph, would take longest.
 
-    If warps divide the list and nearly all of them get work that way, each works on one segment, in
-    proportions as above: the second half of a thread block's row then tells where its first warp
-    begins. Otherwise that half is 0.
+    If warps divide the list, each works on one segment, provided that nearly all of them get work
+    that way; segments get warps in proportion to their length. The second half of a thread block's
+    row then says where its first warp begins. Otherwise that half is 0, and warps straddle
+    segments.
     """
     column_tiles = -(-columns // COLUMNS)
     per_sequence = kv_heads * column_tiles
@@ -347,11 +348,11 @@ def assign(
 
 
 def _assign_warps(table: np.ndarray, sizes: np.ndarray, kv_heads: int, column_tiles: int) -> None:
-    """Tell thread blocks where their first warp begins if each warp works on one segment; leave the
-    table if too many warps would have none.
+    """Write where each thread block's first warp begins, if each warp works on one segment; leave
+    the table unchanged if too many warps would have no work.
 
     Args:
-        table: (workers, FIELDS / 2) zeros.
+        table: (workers, FIELDS / 2) zeros, see ``Work::warp`` in csrc/decode/params.cuh.
         sizes: (sequences, 2): 16-bit tiles and pages.
     """
     per_sequence = kv_heads * column_tiles
@@ -389,8 +390,8 @@ def _shares(lengths: np.ndarray, workers: int) -> np.ndarray:
 
 
 def _longest(lengths: np.ndarray, workers: int, longest: int) -> int:
-    """Return the smallest length, but at least ``longest``, of the parts of all segments of which
-    there are no more than workers."""
+    """Return the smallest maximum length of a part, at least ``longest``, for which all segments
+    have no more parts than there are workers."""
     high = max(longest, int(lengths.max()))
     while longest < high:
         middle = (longest + high) // 2

@@ -1,8 +1,8 @@
 """Varlen: causal attention of concatenated sequences in 16-bit precision, on Hopper GPUs.
 
 Matrix units read queries, keys and values from shared memory (wgmma). On other GPUs, torch's flash
-attention computes the same (``oscar_mm.cache.varlen_attention``); on an H200 it takes twice as
-long.
+attention computes the same (``oscar_mm.cache.varlen_attention``); on an H200, it would take about
+twice as long.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ HEAD_DIMS = (64, 128)
 _TILE = 128
 """Queries of a thread block, and keys that it multiplies at a time."""
 _STAGES = 2
+"""Tiles of keys in shared memory, and of values."""
 _THREADS = 384
 _BARRIERS = 1 + 4 * _STAGES
 _LOG2_E = 1.4426950408889634
 
 
 class VarlenArguments(NamedTuple):
-    """Arguments of ``VarlenKernel``: sequences, whose last queries attend to all their keys.
+    """Arguments of ``VarlenKernel``: sequences, each of whose last query attends to all its keys.
 
     Attributes:
         queries: (queries, query heads, head_dim), contiguous except between queries.
@@ -101,7 +102,7 @@ class VarlenKernel(OperationKernel[VarlenSpecialization], operation="varlen", bo
 
     @classmethod
     def for_arguments(cls, arguments: VarlenArguments) -> VarlenKernel | None:
-        """Return the kernel if it takes the arguments; None otherwise, and on other devices."""
+        """Return the kernel; None if it does not take the arguments, or on other devices."""
         sides, device = arguments[:3], arguments.queries.device
         head_dim, dtype = arguments.queries.shape[2], arguments.queries.dtype
         takes = (
@@ -133,8 +134,11 @@ class VarlenKernel(OperationKernel[VarlenSpecialization], operation="varlen", bo
     def disagreement(
         specialization: VarlenSpecialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the largest relative error of a head: sequences with and without a past, partial
-        and several tiles, no keys; keys after the last are NaN."""
+        """Return the largest relative error of a head.
+
+        The problem has sequences with and without a past and without keys, partial tiles and
+        several tiles; rows after the last key are NaN.
+        """
         head_dim, dtype = specialization
         random, errors = random_normal(dtype, device), []
         for new, whole in (
@@ -177,7 +181,8 @@ def varlen_by_torch(arguments: VarlenArguments) -> torch.Tensor:
 
 
 def boundaries(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the int32 boundaries of adjacent ranges of so many elements."""
+    """Return the (ranges + 1,) int32 boundaries of adjacent ranges with the given numbers of
+    elements."""
     return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32, device=device)
 
 
