@@ -282,8 +282,8 @@ class DecodeRunner:
         The caller adds each token to the row before it asks for the next one.
         """
         sampling, sampler = row.sampler.sampling, self._sampler
-        # Penalties depend on the tokens before, and a seed's generator must not draw for tokens after
-        # a rejected draft.
+        # Penalties depend on the tokens before, and a seed's generator must not draw for tokens
+        # after a rejected draft.
         alone = sampling.edits_logits or sampling.seed is not None
         if not alone:
             self._pass_sampler = self._pass_sampler or self._sampler_of([row] * len(logits))
