@@ -29,9 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays, and is never looked through for garbage: that would
-    take a second at each gc.collect(), which benchmarks call for every cell, and pytest at the
-    end."""
+    """Freeze the objects of imports and collection, which all stay: looking through them for
+    garbage would take a second at each gc.collect(), which benchmarks call for every cell, and
+    pytest at the end."""
     gc.disable()
     try:
         return (yield)

@@ -1,4 +1,4 @@
-"""Modules for drafts of tiny checkpoints, and drafts that are right or wrong on purpose."""
+"""Draft modules for tiny checkpoints, and drafts that are right or wrong on purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from oscar_mm.fast_decode.drafts import Drafts
 
 
 def with_drafts(source: Path, folder: Path, *, seed: int = 0, experts_apart: bool = False) -> Path:
-    """A copy of a checkpoint with random weights ``mtp.*``, those of each expert alone if asked."""
+    """Copy a checkpoint and add random weights ``mtp.*``.
+
+    Args:
+        experts_apart: whether each expert has weights of its own, as in released checkpoints.
+    """
     shutil.copytree(source, folder)
     decoder = AutoModelForImageTextToText.from_pretrained(source).get_decoder()
     drafts = Drafts(decoder)

@@ -115,7 +115,8 @@ def test_foreseen_of_bundled_models(name: str) -> None:
 def test_a_short_request_is_foreseen_once(
     vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch, new_tokens: int, forecasts: int
 ) -> None:
-    """In its own thread, so that the engine thread need not; forecasts of long ones take memory."""
+    """The thread that sends it makes the forecast, so that the engine thread need not. Forecasts of
+    long requests are not kept, since they take memory."""
     pipe, threads, forecast = like(vl), list[threading.Thread](), admission.slot_forecast
 
     def noted(policy: KVPolicy, new: np.ndarray, answer: int, *past: Any) -> SlotForecast:

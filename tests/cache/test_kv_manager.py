@@ -465,8 +465,8 @@ def test_steady_steps_store_tokens_where_single_steps_do(bits, window: int, by_t
 
 
 def unsafe(kv_manager: KVCacheManager, step: StepPlan) -> set[object]:
-    """Slots of stored tokens, and their places in pages, to which a chain writes before it is
-    known whether its tokens count, or in which another row looks for other tokens."""
+    """Slots and places in pages that a chained step overwrites although they have a stored token,
+    which the sequence needs if drafts are rejected, or although another row reads them."""
     [sequence] = kv_manager.sequences
     streams = sequence.streams.values()
     taken = {slot for stream in streams for slot in stream.slots}
@@ -487,9 +487,9 @@ def unsafe(kv_manager: KVCacheManager, step: StepPlan) -> set[object]:
 
 @pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("by_token", [False, True])
-def test_a_chain_of_plans(window: int, by_token: bool) -> None:
-    """As many plans of a chain take effect as tokens come; nothing is left of the others, nor of
-    ordinary steps in between."""
+def test_a_planned_chain_takes_effect_token_by_token(window: int, by_token: bool) -> None:
+    """The plans of tokens that come take effect, and nothing is left of the others, nor of ordinary
+    steps that were planned in between."""
     policy = KVPolicy(bits=2, window=window, sinks=3, **(STREAM if by_token else WHOLE))
     kv_manager, other = (KVCacheManager(PageStore(policy)) for _ in range(2))
     generator, token = np.random.default_rng(window), np.zeros((1, 1), np.int8)

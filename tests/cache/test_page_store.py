@@ -226,13 +226,14 @@ def test_an_interrupted_turn_is_undone_by_a_fork(policy: str, tokens: int) -> No
 def test_a_pool_that_grew_ahead_does_not_grow_in_a_step(
     memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that grows a pool cannot be launched early; without memory it is as before."""
+    """A step that grows a pool cannot be launched early. If there is no memory, pools stay as they
+    are."""
     cache, _ = filled("standard", IDS)
     store, text = cache.store, np.zeros((1, 1), np.int8)
     store.trim()
     assert cache.kv_manager.planned(text) is None
     store.grow_ahead(dict.fromkeys(store.allocators, 40))
-    assert not any(slots.free for slots in store.allocators.values())  # Of a CPU.
+    assert not any(slots.free for slots in store.allocators.values())  # On a CPU.
     monkeypatch.setattr(PageStore, "is_on_cpu", False)
     with monkeypatch.context() as full:
         if not memory:

@@ -387,7 +387,7 @@ def test_passes_are_long_only_if_they_are_full(
 def test_batches_have_few_sizes_beside_prompts(
     qwen3_vl_folder, capture, small, pieces, monkeypatch
 ) -> None:
-    """Passes of a step and a piece have usual numbers of rows, also where batches change."""
+    """Passes of a step and a piece have the given numbers of rows, even while batches change."""
     monkeypatch.setattr(PageStore, "version", 0)
     monkeypatch.setattr(decode_runner, "_BESIDE_PROMPTS", (1, 2, 4, 8, 24))
     monkeypatch.setattr(running_batches, "_KEPT_STEPS", 5)

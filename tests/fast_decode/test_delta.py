@@ -143,8 +143,8 @@ def test_by_torch(parts: str, dtype: torch.dtype, bound: float, in_place: bool) 
     assert in_place or all(map(torch.equal, before, given.states.tensors))
 
 
-def test_tokens_of_a_sequence() -> None:
-    """Each token begins with the states after the one before; those before the first stay."""
+def test_each_token_of_a_sequence_continues_the_states_of_the_one_before() -> None:
+    """The states before the first token stay."""
     given = sample(TINY, TINY.by_key_head, 3, torch.float32, CPU, in_place=False, chained=True)
     first = given.states.layers[0]
     assert first is not None
@@ -299,7 +299,7 @@ def test_on_a_gpu(dtype: torch.dtype, name: str, rows: int, parts: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 4, 5])
 @pytest.mark.parametrize("name", ["Qwen3.5 9B", "Qwen3.5 27B", "many"])
-def test_tokens_of_a_sequence_on_a_gpu(name: str, tokens: int) -> None:
+def test_the_kernel_computes_tokens_of_a_sequence(name: str, tokens: int) -> None:
     shape = SHAPES[name]
     made = Specialization.of(shape, torch.bfloat16, tokens, CUDA, tokens)
     assert DeltaKernel.of(made, CUDA) is not None

@@ -87,8 +87,11 @@ def test_answers_are_those_without_drafts(
 
 
 @pytest.mark.parametrize("policy", ["bf16", "channel", "compact"])
-def test_captured_passes(policy: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes on fixed tables, as graphs read them; the same function again stands for a graph."""
+def test_captured_passes_give_the_same_answers(
+    policy: str, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes run on fixed tables, as graphs read them; calling the function again stands for a
+    graph's replay."""
     repeat, expected = Repeat(), ids(pipeline(dense, policy))
     pipe = pipeline(dense, policy, drafts=True)
     monkeypatch.setattr(draft_runner, "graph_capture", lambda devices: repeat)
@@ -122,7 +125,7 @@ def test_sampled_answers_are_those_without_drafts(
 
 
 class Known:
-    """Stands for a ``DraftRunner`` whose drafts and logits are known."""
+    """Stand-in for a ``DraftRunner``, with known drafts and logits."""
 
     def __init__(self, drafts: Sequence[int], logits: torch.Tensor) -> None:
         self._verified = Verified(torch.tensor([0, *drafts]), logits, torch.zeros(1))
@@ -139,13 +142,10 @@ class Known:
 def test_tokens_have_the_distribution_of_the_model(
     options: dict[str, Any], drafting: OscarVLPipeline
 ) -> None:
-    """Frequencies of the first three tokens, of which two had drafts; the penalty of a token
-    depends on whether a draft before it was right."""
-    logits, drafts, count = (
-        torch.tensor([[1.0, 0.4, -1.0], [-0.5, 0.2, 0.8], [0.3, 0, 1]]),
-        (1, 2),
-        3000,
-    )
+    """Frequencies of the first three tokens, two of which had drafts, against the probabilities of
+    the model; the penalty of a token depends on the tokens before it."""
+    logits = torch.tensor([[1.0, 0.4, -1.0], [-0.5, 0.2, 0.8], [0.3, 0, 1]])
+    drafts, count = (1, 2), 3000
     runner = DecodeRunner(drafting.model, drafting.new_cache(), (4,), torch.device("cpu"))
     found = Counter[tuple[int, ...]]()
     torch.manual_seed(0)
@@ -190,9 +190,11 @@ def prompt_of(
 
 
 @torch.inference_mode()
-def test_passes_are_those_of_the_modules(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, drafts and what drafts read later, with some drafts accepted and others not, against
-    transformers' modules without a cache."""
+def test_passes_agree_with_transformers_modules(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits, outputs of the draft module and its stored keys agree with those of transformers'
+    modules without a cache, whether drafts are accepted or not."""
     pipe, outputs = pipeline(dense, "bf16", drafts=True), list[torch.Tensor]()
     draft = FastDecoder.draft
     monkeypatch.setattr(
@@ -236,7 +238,12 @@ def decoded(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def by_modules(
     model: Any, tokens: torch.Tensor, hidden: torch.Tensor, keys: list[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Output of the drafts' layer, (tokens, channels), for outputs of the decoder before each."""
+    """Output of the draft module's layer, (tokens, channels).
+
+    Args:
+        hidden: (1, tokens - 1, channels): output of the decoder for the token before each.
+        keys: receives the layer's keys.
+    """
     decoder, drafts = model.get_decoder(), Drafts.of(model)
     before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden], 1)
     embedded = drafts.pre_fc_norm_embedding(decoder.embed_tokens(tokens))
@@ -251,7 +258,9 @@ def by_modules(
     return layer(x, position_embeddings=angles, attention_mask=None)[0]
 
 
-def test_chats(drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path) -> None:
+def test_chats_with_drafts_answer_as_those_without(
+    drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path
+) -> None:
     """Turns with media, undo, forks and saved chats."""
     answers = list[list[Any]]()
     for pipe in (plain, drafting):
@@ -272,7 +281,7 @@ def test_chats(drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path
     assert answers[0] == answers[1]
 
 
-def test_answers_that_end_at_a_draft(
+def test_a_turn_after_an_answer_that_ends_at_a_draft_is_as_without_drafts(
     dense: Path, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever in a pass an answer ends, the next turn is as without drafts."""
@@ -294,11 +303,11 @@ def test_answers_that_end_at_a_draft(
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_drafts_of_one_request_only(
+def test_only_a_request_that_decodes_alone_drafts(
     captured: bool, dense: Path, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two requests decode in steps; the one that is left goes on with drafts. Captured steps are
-    planned ahead, those of steady rows as arrays."""
+    """Two requests decode in ordinary steps; the one that is left goes on with drafts. Captured
+    steps are planned ahead, those of steady rows as arrays."""
     drafting, repeat, steady = pipeline(dense, drafts=True), Repeat(), list[int]()
     if captured:
         for module in (graph_runner, draft_runner):
@@ -340,9 +349,14 @@ def test_steps_store_what_drafts_read(drafting: OscarVLPipeline) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_no_drafts_under_a_grammar(drafting: OscarVLPipeline) -> None:
-    answer = drafting([], QUESTION, max_new_tokens=8, grammar=Grammar.regex("[a-z]{20}"))
-    assert answer.drafts == 0
+@pytest.mark.parametrize(
+    "options", [{"grammar": Grammar.regex("[a-z]{20}")}, {"deterministic": True}]
+)
+def test_no_drafts_under_a_grammar_or_with_deterministic(
+    options: dict[str, Any], drafting: OscarVLPipeline
+) -> None:
+    assert drafting([], QUESTION, max_new_tokens=8).drafts > 0
+    assert drafting([], QUESTION, max_new_tokens=8, **options).drafts == 0
 
 
 def changed(folder: Path, target: Path, change: Any) -> Path:
@@ -356,7 +370,7 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def test_refused_checkpoints(
+def test_checkpoints_without_a_valid_draft_module_are_refused(
     dense: Path, moe: Path, qwen3_5_folder: Path, qwen3_vl_folder: Path, tmp_path: Path
 ) -> None:
     refused = {
@@ -394,7 +408,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 @torch.inference_mode()
-def test_passes_are_those_of_steps(
+def test_passes_agree_with_steps(
     dense: Path, wide: Path, policy: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits and states of captured and of eager passes, against steps with the same tokens."""
@@ -460,8 +474,8 @@ def test_passes_are_those_of_steps(
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare rows; products of several rows are rounded otherwise, so that codes of 2 bits may
-    differ, in 16-bit precision those of most tokens."""
+    """Compare rows with wide bounds: products of several rows are rounded differently, so that
+    2-bit codes may differ, and those of most tokens do so in 16-bit precision."""
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() <= (0.02 if found.dtype == torch.float32 else 0.2), errors
     assert (errors > 0.6).float().mean() <= 0.02, errors

@@ -17,7 +17,7 @@ from oscar_mm.fast_decode.module_products import FewRowProducts, in_fewer_launch
 
 @pytest.fixture
 def taken(monkeypatch) -> list[LinearArguments]:
-    """What a kernel gets that takes everything."""
+    """Arguments that a kernel receives which takes all of them."""
     seen = []
 
     def kernel(arguments: LinearArguments) -> torch.Tensor:

@@ -109,7 +109,7 @@ def test_kernel(dtype: torch.dtype, head_dim: int, turned: int | None, centered:
 
 
 @pytest.mark.gpu
-def test_heads_of_any_alignment() -> None:
+def test_heads_of_any_alignment_are_rotated() -> None:
     """The kernel reads four channels at once; others are rotated with PyTorch operations."""
     generator = torch.Generator().manual_seed(0)
     for offset in (0, 1, 2, 4):

@@ -40,8 +40,12 @@ def test_compiles(made: VarlenSpecialization) -> None:
 def sequences(
     made: VarlenSpecialization, new: list[int], whole: list[int], heads: tuple[int, int] = (8, 2)
 ) -> VarlenArguments:
-    """Sequences with so many queries and keys; between rows there are others, and after the last
-    key there is NaN."""
+    """Random arguments, with views whose rows are not adjacent, and NaN after the last key.
+
+    Args:
+        new, whole: numbers of queries and of keys of each sequence.
+        heads: query heads and KV heads.
+    """
     head_dim, dtype = made
     device, (own, shared) = torch.device("cuda", 0), heads
     generator = torch.Generator(device).manual_seed(len(new))
@@ -83,7 +87,7 @@ def test_equals_float64(made: VarlenSpecialization, case: str) -> None:
 
 
 @pytest.mark.gpu
-def test_random_sequences() -> None:
+def test_random_sequences_equal_float64() -> None:
     chance, made = random.Random(0), SPECIALIZATIONS[-1]
     for _ in range(60):
         new = [chance.choice((0, 1, 7, 64, 127, 200, 513)) for _ in range(chance.randint(1, 9))]
@@ -106,7 +110,7 @@ def test_a_sequence_without_keys_is_zero(made: VarlenSpecialization) -> None:
 @pytest.mark.parametrize("made", SPECIALIZATIONS)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_poison_stays_in_its_sequence(made: VarlenSpecialization, poison: float) -> None:
-    """Neighbors share tiles of queries, keys and values with it."""
+    """Neighboring sequences have rows in the same tiles of queries, keys and values."""
     arguments = sequences(made, [50, 60, 70], [250, 260, 270])
     expected = varlen_by_torch(arguments)
     arguments.queries[50:110] = poison
@@ -119,8 +123,8 @@ def test_poison_stays_in_its_sequence(made: VarlenSpecialization, poison: float)
 
 
 @pytest.mark.gpu
-def test_other_boundaries_in_a_graph() -> None:
-    """A captured launch reads its boundaries when it runs, and writes no rows beyond them."""
+def test_a_graph_reads_its_boundaries_when_it_runs() -> None:
+    """It writes no rows beyond them."""
     made = SPECIALIZATIONS[0]
     arguments = sequences(made, [100, 200, 0, 0], [500, 900, 0, 0])
     run(arguments)
@@ -139,7 +143,7 @@ def test_other_boundaries_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_what_the_kernel_does_not_take() -> None:
+def test_the_kernel_refuses_other_layouts_sizes_and_dtypes() -> None:
     """Heads that are not next to each other, other sizes of heads, float32."""
     good = sequences(SPECIALIZATIONS[0], [5], [9])
     apart = good._replace(queries=good.queries[:, ::2])
@@ -152,7 +156,7 @@ def test_what_the_kernel_does_not_take() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3])
-def test_rows_of_equal_length(batch: int) -> None:
+def test_rows_of_equal_length_equal_torch(batch: int) -> None:
     """Heads of a token are next to each other, as projections give them."""
     states = torch.randn(batch, 700, 6, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     queries, keys, values = states.split((4, 1, 1), 1)
