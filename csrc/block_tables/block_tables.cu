@@ -17,7 +17,7 @@ constexpr int SEGMENT_ITEMS = 20;  // empty places after a segment, if thread bl
 constexpr int MANY_SEGMENTS = 3;   // segments per thread block from which warps may divide the list
 constexpr int SHORT_ITEMS = 48;    // maximum mean items of these segments
 constexpr int WARP_SEGMENT_ITEMS = 3;  // empty places after a segment then
-constexpr int WORKING_WARPS[] = {12, 16};  // of a thread block, if each has one segment
+constexpr int WORKING_WARPS[] = {12, 16};  // of a thread block, if each warp has one segment
 constexpr int FEWEST_ITEMS = 8;    // minimum items of a thread block of decode, if there are enough
 constexpr int ROUND_ITEMS = 12;    // minimum if three quarters of the thread blocks would have work
 constexpr int NOTHING = -2147483647 - 1;
@@ -96,7 +96,7 @@ __device__ __forceinline__ int items_of(const Params& params, int row) {
   return Exact(params, row).items();
 }
 
-// Parts of all segments, of up to `items` items each. Called by whole warps.
+// Number of parts of all segments if a part has at most `items` items. Called by whole warps.
 __device__ __forceinline__ int parts_of(const Params& params, int items) {
   int parts = 0;
   for (int row = threadIdx.x % 32; row < params.decodes; row += 32)
@@ -104,8 +104,8 @@ __device__ __forceinline__ int parts_of(const Params& params, int items) {
   return sum_of(parts) * params.heads * params.column_tiles;
 }
 
-// The smallest length, but at least `longest`, of the parts of all segments of which there are no
-// more than `workers`. Called by whole warps.
+// The smallest maximum length of a part, at least `longest`, for which all segments have no more
+// parts than `workers`. Called by whole warps.
 __device__ __forceinline__ int longest_part(const Params& params, int workers, int longest) {
   int high = longest;
   for (int row = 0; row < params.decodes; ++row) high = max(high, items_of(params, row));
@@ -139,7 +139,8 @@ __device__ __forceinline__ void assign_warps(const Params& params, int* before) 
   const auto first_of = [&](int row) { return per_row * before[row]; };
   for (int worker = threadIdx.x; worker < params.workers; worker += THREADS) {
     int* fields = params.assignments + worker * FIELDS + FIELDS / 2;
-    fields[2] = working, fields[3] = total, fields[12] = longest;  // also if there is no work
+    // Length, workers and parts of Assignment, even of thread blocks without work.
+    fields[2] = working, fields[3] = total, fields[12] = longest;
     const int number = worker * working;
     if (number >= total) continue;
     const int row = row_at(rows, number, first_of);

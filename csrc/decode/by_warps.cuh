@@ -124,8 +124,8 @@ __device__ __forceinline__ int warp_of(const Assignment& part, int position) {
   return static_cast<int>(((position + 1) * warps_of(part) - 1) / part.length);
 }
 
-// Move on to the number-th warp's segment and its part of that segment, if each warp has one segment.
-// All segments of a sequence have the same number of warps.
+// Move on to the number-th warp's segment and its part of that segment, if each warp has one
+// segment. All segments of a sequence have the same number of warps.
 __device__ __forceinline__ void find_segment(const Params& params, Assignment& part, int number) {
   const int column_tiles = (params.group * params.tokens + COLUMNS - 1) / COLUMNS;
   const int row_segments = params.kv_heads * column_tiles;

@@ -47,10 +47,10 @@ struct alignas(16) Assignment {
 
 struct Work {
   Assignment block;
-  // If each warp has one segment: the segment of the thread block's first warp. Here `length` is the
-  // number of warps of a thread block that work, `workers` the number of those of all thread blocks,
-  // `first` the segment's first warp, and `parts` the maximum number of items of a warp; begin, end,
-  // start, gap and by_warps are 0. If warps straddle segments, parts is 0.
+  // If each warp has one segment: the segment of the thread block's first warp. Here `length` is
+  // the number of warps of a thread block that work, `workers` the number of those of all thread
+  // blocks, `first` the segment's first warp, and `parts` the maximum number of items of a warp;
+  // begin, end, start, gap and by_warps are 0. If warps straddle segments, parts is 0.
   Assignment warp;
 };
 

@@ -107,7 +107,7 @@ struct Query {
 #if STREAM
     const float reach = fmaxf(largest, 1e-30f);  // so that its inverse is a float32 too
 #else
-    // A power of two, likewise.
+    // A power of two whose inverse is a float32 too.
     const float reach = exp2f(largest > 0.0f ? fmaxf(ceilf(log2f(largest)), -126.0f) : 0.0f);
 #endif
     // No exact division, whose rare cases are branches; a power of two stays one.
@@ -124,7 +124,7 @@ struct Query {
     for (int step = 1; step < LANES; step *= 2) total += __shfl_xor_sync(~0u, total, step);
 #endif
     if (lane % LANES) return;
-    // With several columns at once, columns 4 to 7 get what the columns have that they repeat.
+    // With several columns at once, columns 4 to 7 get the numbers of the columns that they repeat.
 #pragma unroll
     for (int column = place; column < COLUMNS; column += LANES < 32 ? USED_COLUMNS : COLUMNS) {
 #if STREAM

@@ -9,8 +9,8 @@
 // cluster share a key head. They write its convolution state when all of them have read it, and add
 // up the squares of outputs for the norm.
 //
-// With TOKENS above 1, TOKENS consecutive rows are tokens of one sequence. They share a thread block,
-// which reads the states before the first of them and writes those after each.
+// With TOKENS above 1, TOKENS consecutive rows are tokens of one sequence. They share a thread
+// block, which reads the states before the first of them and writes those after each.
 //
 // Rounding is the same as in transformers' modules.
 //

@@ -59,8 +59,8 @@ struct Box {
 struct Elements {
   uint4 chunks[LOADS][CHUNKS];
 
-  // FIXED: of the norm's weight. For x, L1 is bypassed: a preceding kernel may have written x while
-  // this one was running.
+  // FIXED: whether no kernel writes the elements, as the norm's weight. For x, L1 is bypassed: a
+  // preceding kernel may have written x while this one was running.
   template <bool FIXED = false>
   __device__ __forceinline__ void load(const ELEMENT* row, int piece, int lane) {
 #pragma unroll
@@ -329,7 +329,8 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, TOGETHER)
     box_ahead += teams;
     if (box_ahead >= count) box_ahead = team, span_ahead += columns;
   };
-  // One after the other: what the preceding kernel reads waits behind all that is in flight.
+  // Request the first boxes one after the other: the preceding kernel's reads would wait behind all
+  // that is in flight.
 #pragma unroll 1
   for (int slot = 0; slot < depth && span_ahead < spans; ++slot) {
     if (slot == 1) let_next_begin();

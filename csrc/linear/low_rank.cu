@@ -2,9 +2,9 @@
 // with 0 in the ranks that a row does not use. Then the residual stream is added to y, or two
 // products become silu(gate) * up.
 //
-// A warp computes TILE outputs of up to ROWS rows on matrix units. It copies its part of B before the
-// kernel that computes the products has ended. It then requests all other reads at once, since each
-// access waits behind the weights of the next launch.
+// A warp computes TILE outputs of up to ROWS rows on matrix units. It copies its part of B before
+// the kernel that computes the products has ended. It then requests all other reads at once, since
+// each access waits behind the weights of the next launch.
 //
 // Compiled with: GATED (1: the first half of the outputs are the gate's), ELEMENT (__half,
 // __nv_bfloat16).

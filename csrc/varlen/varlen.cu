@@ -40,8 +40,8 @@ struct Params {
   int unused[7];          // up to the alignment of TensorMap, 64 bytes
 };
 
-// Tile of a sequence's queries. blockIdx.y counts the tiles of all sequences; a sequence's last tile
-// comes first, since it has the most keys.
+// Tile of a sequence's queries. blockIdx.y counts the tiles of all sequences; a sequence's last
+// tile comes first, since it has the most keys.
 struct Tile {
   int first;              // index of the tile's first query in its sequence
   int queries, keys;      // of the sequence

@@ -374,7 +374,9 @@ def _assign_warps(table: np.ndarray, sizes: np.ndarray, kv_heads: int, column_ti
     within = (first_warps - begins) // shares
     heads, tiles = np.divmod(within, column_tiles)
     segments, firsts = sequences * per_sequence + within, begins + within * shares
-    table[:, [2, 3, 12]] = working, total, longest  # also of thread blocks without work
+    # Length, workers and parts, even of thread blocks without work; then the fields from sequence
+    # to index, and from tiles to first.
+    table[:, [2, 3, 12]] = working, total, longest
     found = (sequences, heads, tiles, segments), (*sizes[sequences].T, firsts)
     for start, columns_of in zip((4, 9), found, strict=True):
         for field, values in enumerate(columns_of, start):
