@@ -104,7 +104,7 @@ class SpeechWriter:
         self._kind, self._has_events = body.response_format, body.stream_format == "sse"
         kind = "text/event-stream" if self._has_events else MEDIA_TYPES[self._kind]
         self.media_type: str = kind
-        self._encoder: SoundEncoder | None = None
+        self._encoder = SoundEncoder(self._kind)
 
     def whole(self, choices: Sequence[Choice], _: Mapping[str, Any]) -> Response:
         """Return the response with a file."""
@@ -123,13 +123,11 @@ class SpeechWriter:
 
     def speech(self, _: int, speech: Speech) -> Iterator[bytes]:
         """Encode a piece of speech, and yield the bytes that are ready."""
-        if self._encoder is None:
-            self._encoder = SoundEncoder(speech.sample_rate, self._kind)
-        self._encoder.write(speech.samples)
-        yield from self._taken(self._encoder)
+        self._encoder.write(speech.samples, speech.sample_rate)
+        yield from self._taken()
 
-    def _taken(self, encoder: SoundEncoder) -> Iterator[bytes]:
-        data = encoder.take()
+    def _taken(self) -> Iterator[bytes]:
+        data = self._encoder.take()
         if data and self._has_events:
             data = _event("speech.audio.delta", audio=base64.b64encode(data).decode())
         if data:
@@ -137,9 +135,8 @@ class SpeechWriter:
 
     def end(self, _: int, choice: Choice) -> Iterator[bytes]:
         """Yield the rest of the audio, and the event after it."""
-        if self._encoder is not None:
-            self._encoder.close()
-            yield from self._taken(self._encoder)
+        self._encoder.close()
+        yield from self._taken()
         if self._has_events:
             read, said = choice.completed.prompt_tokens, choice.completed.tokens
             usage = {"input_tokens": read, "output_tokens": said, "total_tokens": read + said}

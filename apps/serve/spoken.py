@@ -133,8 +133,8 @@ def audio_file(samples: np.ndarray, rate: int, kind: str) -> bytes:
         rate: samples per second.
         kind: "wav", "mp3", "flac" or "opus"; "pcm16" or "pcm" for the samples alone.
     """
-    encoder = SoundEncoder(rate, kind)
-    encoder.write(samples)
+    encoder = SoundEncoder(kind)
+    encoder.write(samples, rate)
     return encoder.close()
 
 
@@ -142,25 +142,26 @@ class SoundEncoder:
     """Encodes speech to a file, of which the beginning is known while it is written.
 
     Args:
-        rate, kind: see ``audio_file``.
+        kind: see ``audio_file``.
     """
 
-    def __init__(self, rate: int, kind: str) -> None:
-        self._file, self._taken = io.BytesIO(), 0
+    def __init__(self, kind: str) -> None:
+        self._kind, self._file, self._taken = kind, io.BytesIO(), 0
         self._sound: soundfile.SoundFile | None = None
-        if kind in _FILES:
+        """Writer of the file; None before the first samples, and for the samples alone."""
+
+    def write(self, samples: np.ndarray, rate: int) -> None:
+        """Add samples, see ``audio_file``; the rate is the same in all calls."""
+        if self._kind not in _FILES:
+            self._file.write(pcm16(samples))
+            return
+        if self._sound is None:
             import soundfile
 
-            container, codec = _FILES[kind]
+            container, codec = _FILES[self._kind]
             how = {"samplerate": rate, "channels": 1, "format": container, "subtype": codec}
             self._sound = soundfile.SoundFile(self._file, "w", **how)
-
-    def write(self, samples: np.ndarray) -> None:
-        """Add (samples,) float32 from -1 to 1."""
-        if self._sound is None:
-            self._file.write(pcm16(samples))
-        else:
-            self._sound.write(samples)
+        self._sound.write(samples)
 
     def take(self) -> bytes:
         """Return the bytes since the last call, perhaps none: codecs collect up to a second."""
@@ -169,7 +170,8 @@ class SoundEncoder:
         return new
 
     def close(self) -> bytes:
-        """End the file, and return all of it; ``take`` then returns its last bytes."""
+        """End the file, and return all of it: no bytes without any ``write``. ``take`` then returns
+        its last bytes."""
         if self._sound is not None:
             self._sound.close()
         return self._file.getvalue()
@@ -228,7 +230,7 @@ class SpokenChoice:
 
     def __init__(self, spoken: SpokenFormat, kept: KeptTranscripts) -> None:
         self._spoken, self._kept, self.id = spoken, kept, f"audio_{uuid4().hex}"
-        self._encoder: SoundEncoder | None = None
+        self._encoder = SoundEncoder(spoken.format)
 
     def delta(self, **fields: Any) -> dict[str, Any]:
         """Return the audio of a chunk in a stream."""
@@ -237,20 +239,16 @@ class SpokenChoice:
     def sent(self, speech: Speech) -> dict[str, Any] | None:
         """Encode a piece of speech, and return the audio of a chunk with the bytes that are ready;
         None if there are none yet."""
-        if self._encoder is None:
-            self._encoder = SoundEncoder(speech.sample_rate, self._spoken.format)
-        self._encoder.write(speech.samples)
-        return self._taken(self._encoder)
+        self._encoder.write(speech.samples, speech.sample_rate)
+        return self._taken()
 
     def rest(self) -> dict[str, Any] | None:
         """End the audio, and return that of a chunk with its last bytes; None if there are none."""
-        if self._encoder is None:
-            return None
         self._encoder.close()
-        return self._taken(self._encoder)
+        return self._taken()
 
-    def _taken(self, encoder: SoundEncoder) -> dict[str, Any] | None:
-        data = encoder.take()
+    def _taken(self) -> dict[str, Any] | None:
+        data = self._encoder.take()
         return self.delta(data=base64.b64encode(data).decode()) if data else None
 
     def end(self, transcript: str) -> dict[str, Any]:
