@@ -247,21 +247,16 @@ class KVCacheManager:
         steady = self.store.steady.plan(self.sequences, ids, begins=True)
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
         placer = TokenPlacer(self.policy, free)
-        rows, pools = dict[int, _PlannedRow](), list(free.values())
+        rows = dict[int, _PlannedRow]()
         for index in _others(self.sequences, steady):
-            table, planned = self.sequences[index].before(), PlannedSlots()
-            before = _SequenceSnapshot.of(table)
-            for slots in pools:
-                slots.row = planned
+            table = self.sequences[index].before()
+            length = len(table.codes)
             try:
-                placer.place_one(index, table, ids[index])
-                code = table.codes[-1]
+                rows[index] = _PlannedRow.of(placer, free, index, table, ids[index])
             except NoFreeSlotsError:
                 return None
             finally:
-                del table.codes[before.length :]  # The codes are shared with the sequence.
-            freed = placer.freed.get(index, [])
-            rows[index] = _PlannedRow(before, code, table, planned, freed)
+                del table.codes[length:]  # The codes are shared with the sequence.
         step = placer.finish(modalities)
         step.past = _PastRows.of(self.sequences, steady)
         if steady is not None:
@@ -352,15 +347,10 @@ class KVCacheManager:
             The table after the token, and its plan.
         """
         modalities = np.full((1, 1), int(Modality.TEXT), np.int8)
-        past, slots = table.before(), PlannedSlots()
-        after = table.before()
+        past, after = table.before(), table.before()
         after.keeps = table.keeps
-        before = _SequenceSnapshot.of(past)
-        for pool in free.values():
-            pool.row = slots
         placer = TokenPlacer(self.policy, free)
-        placer.place_one(0, after, int(Modality.TEXT))
-        row = _PlannedRow(before, after.codes[-1], after, slots, placer.freed.get(0, []))
+        row = _PlannedRow.of(placer, free, 0, after, int(Modality.TEXT))
         step = placer.finish(modalities)
         step.past = [past]
         return after, _PlannedStep(step, version, modalities, {0: row})
@@ -521,6 +511,34 @@ class _PlannedRow(NamedTuple):
     table: SequenceTable
     slots: PlannedSlots
     freed: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        placer: TokenPlacer,
+        free: Mapping[Bits, DryRunSlots],
+        index: int,
+        table: SequenceTable,
+        modality: int,
+    ) -> _PlannedRow:
+        """Place a token of a row.
+
+        Args:
+            placer: places the tokens of the step.
+            free: the placer's allocators.
+            index: index of the row.
+            table: snapshot of the row, to which the token is added, and to the codes that it
+                shares.
+            modality: the token's modality.
+
+        Raises:
+            NoFreeSlotsError: if a pool must grow.
+        """
+        before, slots = _SequenceSnapshot.of(table), PlannedSlots()
+        for pool in free.values():
+            pool.row = slots
+        placer.place_one(index, table, modality)
+        return cls(before, table.codes[-1], table, slots, placer.freed.get(index, []))
 
     def holds(self, sequence: SequenceTable, allocators: Mapping[Bits, SlotPool]) -> bool:
         """Return whether the sequence and its slots are as they were when the step was planned."""
