@@ -80,7 +80,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def test_norms_take_one_launch_within_the_block_only(monkeypatch) -> None:
-    """Those that compute something else, or have hooks, run as they were written."""
+    """Norms that compute something else, or have hooks, run as they were written."""
     seen, at_once = [], Norm.at_once
 
     def counted(norm: Norm, x: torch.Tensor) -> torch.Tensor:

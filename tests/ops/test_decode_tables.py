@@ -152,7 +152,11 @@ def test_each_warp_has_a_part_of_one_segment(rows: int, pages: int) -> None:
     [(20, WORKING_WARPS[0]), (48, 0), (56, WORKING_WARPS[0]), (75, WORKING_WARPS[1]), (81, 0)],
 )
 def test_warps_straddle_segments_if_many_would_have_none(rows: int, working: int) -> None:
-    """Of 480 or 640 warps: 160 segments have three parts each; 384 would have one."""
+    """40 thread blocks have 480 or 640 working warps.
+
+    20 rows are 160 segments, of which each gets three of 480 warps; 48 rows are 384 segments, of
+    which each would get one, so that 96 warps get none.
+    """
     table = assign(((3, 17),) * rows, 8, 4, 40)
     assert table[:, 14].all() and (table[:, FIELDS // 2 + 2] == working).all()
 
