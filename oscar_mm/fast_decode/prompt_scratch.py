@@ -36,8 +36,8 @@ from oscar_mm.policy import KVPolicy
 MAX_PIECE = 2560
 """Maximum number of rows of a pass, which by arithmetic takes about 60 ms (8B, H200)."""
 MAX_PROMPTS = 8
-"""Maximum number of prompts that have tokens in a piece. Attention takes 0.7 us per layer for each
-of them, even if a piece has fewer (H200)."""
+"""Maximum number of prompts that have tokens in a piece. Where our kernel does not run,
+FlashAttention 2 takes 0.7 us per layer for each of them, even if a piece has fewer (H200)."""
 _MAX_TOKENS = 8192
 _MEMORY_SHARE = 128
 """The scratch takes at most this fraction of the GPU's memory: 1/128."""
