@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,7 +32,7 @@ from benchmarks.record import Record, Row, command, device_name, finish, merge_r
 from benchmarks.vllm_attention import engine_options, model_folder, tokens_of
 from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
 from oscar_mm.apps.server_process import freeze_loaded, short_thread_turns
-from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.message import Message, first_turn
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.warm_up import warm_up
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -191,6 +192,25 @@ def run(
     return meter.row(loop)
 
 
+def texts(pipe: Pipeline, tokens: int) -> list[str]:
+    """Return texts whose prompts have at least ``tokens`` tokens, and hardly more."""
+
+    def length(text: str) -> int:
+        return pipe.read_request(_asked(0, text), 1).tokens
+
+    found = list[str]()
+    for seed in range(_TEXTS):
+        text = words(2 * tokens, seed).split()
+        least = bisect_left(range(len(text)), tokens, key=lambda n: length(" ".join(text[:n])))
+        found.append(" ".join(text[:least]))
+    return found
+
+
+def _asked(number: int, text: str) -> list[Message]:
+    """Return the question of a request; no two begin alike."""
+    return first_turn(f"{number:06} {text}")
+
+
 def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
     """Run a load on our engine.
 
@@ -206,7 +226,7 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
     def request(most: int) -> Request:
         number = next(numbers)
         sampling = pipe.sampling({"max_new_tokens": most, "temperature": 0}, ())
-        asked = first_turn(f"{number} {texts[number % len(texts)]}")
+        asked = _asked(number, texts[number % len(texts)])
         return pipe.new_request(pipe.read_request(asked, most), sampling, perf_counter())
 
     started = request(2)  # Compiles what is still missing.
@@ -313,11 +333,9 @@ def child(spec: dict[str, Any]) -> None:
             return vllms(engine, loop)
     else:
         pipe = endless_pipeline(model, tiny=spec["tiny"], device=spec["device"])
-        few = pipe.family.tokenize(words(250, 0)).shape[1]
 
         def measure(loop: Loop) -> Row:
-            length = max(1, round(250 * loop.prompt / few))
-            return ours(pipe, [words(length, seed) for seed in range(_TEXTS)], loop)
+            return ours(pipe, texts(pipe, loop.prompt), loop)
 
     def rows() -> Iterator[Row]:
         for loop in loops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -120,6 +121,8 @@ class DecodeRunner:
     Attributes:
         rows: rows of the batch; None marks padding.
         piece: piece of prompts that the next launch includes if it can; the caller resets it.
+        piece_ahead: time of ``perf_counter`` at which the latest step had launched the following
+            one together with the piece; None if it did not.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class DecodeRunner:
         self._ranks = TPGroup.of(model)
         self.rows: list[RequestState | None] = []
         self.piece: PromptPiece | None = None
+        self.piece_ahead: float | None = None
         self._by_size: dict[int, GraphRunner] = {}
         self._sampler = Sampler([], device, self._ranks)
         self._has_drafts = self._ranks.count == 1 and Drafts.of(model) is not None
@@ -210,6 +214,7 @@ class DecodeRunner:
             if drafts and self._step_drafted(drafting, ahead=ahead):
                 return
             ahead = False  # The row's next pass has drafts again.
+        self.piece_ahead = None
         rows, steps, tokens = self.rows, self._steps(len(self.rows)), self._tokens
         ended = _flags([row is None or row.ended for row in rows])
         if tokens is None:
@@ -226,7 +231,10 @@ class DecodeRunner:
         if ahead:
             last = {row for row in rows if row is not None and row.last_comes}
             no_more = [row is None or row.ended or row in last for row in self.rows]
+            waits = self.piece is not None and self.piece.logits is None
             steps.ahead(self._tokens, _flags(no_more), self.piece)
+            if waits and self.piece is not None and self.piece.logits is not None:
+                self.piece_ahead = perf_counter()
         _give(rows, chosen)
         if following is not None:
             self._sampler, self._pass_sampler = self._sampler_of(self.rows), None

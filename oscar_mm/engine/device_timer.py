@@ -1,14 +1,21 @@
-"""Timers for work on a device: DeviceTimer for a point in time, StepTimer for decode steps."""
+"""Timers for work on a device: a point in time, the duration of decode steps, the end of a pass."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Hashable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 _COUNTED = 9
-"""Number of steps over which the step time is estimated."""
+"""Number of steps, or passes of one kind, over which their duration is estimated."""
+_FEWEST = 3
+"""Number of passes of one kind before their duration is known; the first ones are captured."""
+_MARGIN_S = 2e-3
+"""Seconds that the host is early, besides what it needs at most to launch a pass."""
 
 
 class DeviceTimer:
@@ -25,6 +32,11 @@ class DeviceTimer:
     def comes_later(self) -> bool:
         """Whether the device may reach this point after the host does."""
         return self._event is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has reached this point."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> None:
         """Wait until the device has reached this point."""
@@ -58,3 +70,57 @@ class StepTimer:
         self._seconds.extend(end.since(begin) for begin, end in self._steps)
         self._steps.clear()
         return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 0.0
+
+
+class _Pass(NamedTuple):
+    """Pass that has been launched.
+
+    Attributes:
+        kind: passes of the same kind take about as long.
+        begin, end: its begin and end on the device.
+        seen: time of ``perf_counter`` by which it had begun.
+    """
+
+    kind: Hashable
+    begin: DeviceTimer
+    end: DeviceTimer
+    seen: float
+
+
+class PassTimer:
+    """Estimates how long the host may wait before it launches the pass after the current one.
+
+    If the host were late, the device would be idle. So the current pass is expected to take as
+    long as the shortest of the latest passes of its kind, and the launch as the longest.
+    """
+
+    def __init__(self) -> None:
+        recent = partial(deque[float], maxlen=_COUNTED)
+        self._seconds: defaultdict[Hashable, deque[float]] = defaultdict(recent)
+        self._launches = recent()
+        self._current: _Pass | None = None
+
+    def launched(self, seconds: float) -> None:
+        """Record the seconds from the end of the host's wait until it had launched a pass."""
+        self._launches.append(seconds)
+
+    def begun(self, kind: Hashable, begin: DeviceTimer, end: DeviceTimer) -> None:
+        """Record that a pass has begun, and the points in time between which the device runs it."""
+        self._note_end()
+        self._current = _Pass(kind, begin, end, time.perf_counter())
+
+    def seconds_left(self) -> float:
+        """Return the seconds that the host may wait, 0 or less if it should launch now."""
+        self._note_end()
+        now = time.perf_counter()
+        if (current := self._current) is None:
+            return 0.0
+        known = self._seconds[current.kind]
+        if len(known) < _FEWEST or not self._launches:
+            return 0.0
+        return current.seen + min(known) - max(self._launches) - _MARGIN_S - now
+
+    def _note_end(self) -> None:
+        if (current := self._current) is not None and current.end.is_over:
+            self._seconds[current.kind].append(current.end.since(current.begin))
+            self._current = None

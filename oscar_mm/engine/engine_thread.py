@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 from oscar_mm.engine.engine_call import Call, wait_for
@@ -290,14 +290,26 @@ class EngineThread:
         """Whether calls are waiting that run the model."""
         return bool(self._passes)
 
+    def await_call(self, seconds: float) -> bool:
+        """Wait for a call and run it; return False if none comes in time or the thread must end.
+
+        Other calls that have arrived since are left to ``run_calls``.
+        """
+        try:
+            job = self._inbox.get(timeout=seconds)
+        except Empty:
+            return False
+        if job is None:
+            self._inbox.put(None)
+            return False
+        job()
+        return True
+
     def run_calls(self) -> bool:
         """Run the waiting calls; return False if the thread must end."""
         while not self._inbox.empty():
-            job = self._inbox.get()
-            if job is None:
-                self._inbox.put(None)
+            if not self.await_call(0.0):
                 return False
-            job()
         return True
 
 

@@ -180,6 +180,17 @@ class MixedPrefill:
             reading.start is None for reading in self._readings
         )
 
+    def has_room(self, rows: int) -> bool:
+        """Return whether a request that came now could be read in the next pass, and the host has
+        little to do before it: no towers run.
+
+        Args:
+            rows: number of rows that decode in the same pass.
+        """
+        if any(x.request.unread.media and not x.has_begun for x in self._readings):
+            return False
+        return sum(x.unread for x in self._readings) < _piece_sizes(rows, _FEW_WAIT)[-1]
+
     def takes(self, request: Request) -> bool:
         """Return whether a prompt can be read in pieces; ``request.cache`` must be its own."""
         prompt = request.unread

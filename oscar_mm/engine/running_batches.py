@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
@@ -147,6 +148,19 @@ class RunningBatch:
         return self._rows
 
 
+class EarlyPass(NamedTuple):
+    """Pass with a piece of prompts that was launched while the one before it ran.
+
+    Attributes:
+        begin, end: points in time between which the device runs it.
+        launched: time of ``perf_counter`` at which the host had launched it.
+    """
+
+    begin: DeviceTimer
+    end: DeviceTimer
+    launched: float
+
+
 class RunningBatches:
     """All decoding requests: in one shared batch, or each in its own batch.
 
@@ -234,11 +248,14 @@ class RunningBatches:
         if self._shared is not None:
             self._shared.kept_steps = 0
 
-    def step(self, piece: PromptPiece | None = None) -> None:
+    def step(self, piece: PromptPiece | None = None) -> EarlyPass | None:
         """Decode one token for each request.
 
         Args:
             piece: piece of prompts that the pass of the shared batch includes if it can.
+
+        Returns:
+            The pass that runs the piece beside the following step; None if there is none.
         """
         begin, shared = self.now(), self._shared
         self.stepping = True
@@ -257,6 +274,8 @@ class RunningBatches:
             self.wait_since = self.now()
             if self.live:  # The last step may have been launched early, so its time means nothing.
                 self.pace.note(begin, self.wait_since)
+        launched = None if shared is None else shared.batch.piece_ahead
+        return None if launched is None else EarlyPass(begin, self.wait_since, launched)
 
     def now(self) -> DeviceTimer:
         """Return the time at which the device finishes all work launched so far."""

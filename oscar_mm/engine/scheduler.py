@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.placement import SlotForecast
+from oscar_mm.engine.device_timer import PassTimer
 from oscar_mm.engine.engine_call import Call
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
@@ -121,6 +123,9 @@ class Scheduler:
         self._may_mix = True
         """Whether a new ``_mixed`` is to be created for the model's current weights, once the old
         one has no requests."""
+        self._passes = PassTimer()
+        self._awaited = 0.0
+        """Time of ``perf_counter`` at which ``_await_prompts`` returned."""
         self._voices = Voices(store.policy, admission)
         self._blocked = False
         """Whether the queue waits for memory."""
@@ -251,6 +256,7 @@ class Scheduler:
         if not others:
             self._prepare()
         self._admit()
+        self._await_prompts()
         # Decode steps already ran between the layers of a chunk, and if no other requests run, the
         # first tokens need not wait for the second ones.
         decodes = not self._read_on() and others
@@ -306,6 +312,23 @@ class Scheduler:
             if self._thread.has_passes:
                 return
 
+    def _await_prompts(self) -> None:
+        """While the device runs a pass with prompts, admit requests until shortly before its end.
+
+        The next pass then includes a prompt that comes while this one runs. If the host launched it
+        at once, such a prompt would wait for both.
+        """
+        mixed = self._mixed
+        while (
+            mixed is not None
+            and not (self._reading or self._voices.live or self._thread.has_passes)
+            and mixed.has_room(self._batches.rows)
+            and (seconds := self._passes.seconds_left()) > 0
+            and self._thread.await_call(seconds)
+        ):
+            self._admit()
+        self._awaited = perf_counter()
+
     def _mixed_for(self, request: Request) -> MixedPrefill | None:
         """Return the reader of mixed passes if it takes the prompt of a request."""
         if request.ended or not self._batches.joins(request):
@@ -346,8 +369,12 @@ class Scheduler:
             try:
                 many_wait = self._batches.reading_share() > 1.0
                 self._batches.expect_prompts()
-                piece = mixed.next_piece(self._batches.rows, many_wait=many_wait)
-                self._batches.step(piece)
+                rows = self._batches.rows
+                piece = mixed.next_piece(rows, many_wait=many_wait)
+                early = self._batches.step(piece)
+                if early is not None:
+                    self._passes.launched(early.launched - self._awaited)
+                    self._passes.begun((rows, piece and piece.shape), early.begin, early.end)
                 if piece is not None:
                     mixed.finish(piece)
             except BaseException as error:  # Even an interrupt by a hook, which would recur.
