@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import count
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.prompt_tables import PromptTables
 from oscar_mm.engine import decode_runner, mixed_prefill, running_batches
+from oscar_mm.engine.device_timer import PassTimer
 from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.scheduler import Scheduler
@@ -77,6 +79,34 @@ def test_sampling(qwen3_vl_folder, options, capture, small) -> None:
     if "logprobs" in options:
         [first, *_] = requests[0].answer().logprobs
         assert len(first.top) == 2 and first.logprob <= 0
+
+
+def test_a_prompt_that_comes_during_a_pass_is_in_the_next(
+    qwen3_vl_folder, capture, pieces, small, monkeypatch
+) -> None:
+    prompts, asked, waits, read = [text(60, 1), text(9, 2)], Event(), Event(), list[int]()
+    expected = unmixed(qwen3_vl_folder, prompts)
+    pipe = loaded(qwen3_vl_folder, "standard")
+    first, second = (made(pipe, prompt) for prompt in prompts)
+
+    def seconds_left(_: PassTimer) -> float:
+        if first.tokens and not waits.is_set():
+            waits.set()
+            return 60.0
+        if asked.is_set():
+            read.append(len(pipe.engine.scheduler._read_in_pieces))
+        return 0.0
+
+    monkeypatch.setattr(PassTimer, "seconds_left", seconds_left)
+    with pipe.engine.keep_stepping(lambda: None):
+        pipe.engine.submit(first)
+        assert waits.wait(60)
+        asked.set()
+        pipe.engine.submit(second)
+        pipe.engine.run_until(lambda: first.ended and second.ended)
+    assert [one.complete().token_ids for one in (first, second)] == expected
+    assert read[0] == 1  # The wait has ended, and the next pass reads the second prompt.
+    assert empty(pipe)
 
 
 def test_a_cancelled_prompt_leaves(qwen3_vl_folder, capture, pieces, small) -> None:
