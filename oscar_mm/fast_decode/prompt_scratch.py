@@ -30,6 +30,7 @@ from oscar_mm.fast_decode.layers import FastLayer
 from oscar_mm.fast_decode.low_rank import base_of
 from oscar_mm.fast_decode.parallel import in_parallel
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
+from oscar_mm.ops.append import append
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.policy import KVPolicy
 
@@ -156,8 +157,7 @@ class PromptScratch:
         self._layers = layers = [FastLayer.of(layer) for layer in model.get_decoder().layers]
         self._indices = [layer.attention.layer_idx for layer in layers]
         with torch.inference_mode(False):
-            # The last line receives what padding computes.
-            shapes = [(2, tokens + 1, x.heads[1], x.attention.head_dim) for x in layers]
+            shapes = [(tokens, 2, x.heads[1], x.attention.head_dim) for x in layers]
             self._sides = [torch.zeros(x, dtype=dtype, device=device) for x in shapes]
             width = model.get_input_embeddings().weight.shape[1]
             # The last line is the padding's and stays 0.
@@ -166,7 +166,12 @@ class PromptScratch:
             self._positions = torch.zeros(positions, dtype=torch.long, device=device)
             lines = MAX_PROMPTS + 2 * (MAX_PROMPTS + 2) + MAX_PIECE
             self._table = torch.zeros(lines, dtype=torch.long, device=device)
+            # Rows of a piece, and their places in the scratch: -1 for padding.
+            self._writes = torch.zeros(MAX_PIECE, 3, dtype=torch.int32, device=device)
+            self._writes[:, 1] = torch.arange(MAX_PIECE)
             self._flags = torch.zeros(len(layers), dtype=torch.int32, device=device)
+            # What cannot be stored is found when a prompt is complete.
+            self._unused_flag = self._flags.new_zeros(1)
             self._adapters, self._idle = RowAdapters.of(model), None
             if self._adapters is not None:
                 self._idle = self._adapters.table[:1].repeat(MAX_PIECE, 1)
@@ -245,10 +250,11 @@ class PromptScratch:
         # One more sequence consists of the padding and attends to nothing.
         ends[0], ends[1] = size, key_ends[-1]
         ends[:, : len(query_ends)] = query_ends, key_ends
-        places = np.full(MAX_PIECE, self.tokens)
+        places = np.full(MAX_PIECE, -1)
         places[: sum(counts)] = np.concatenate([np.arange(x.first, x.last) for x in ranges])
         table = [np.array(lasts + [0] * (MAX_PROMPTS - len(lasts))), ends.ravel(), places]
         self._table.copy_(upload(np.concatenate(table), self._table.device))
+        self._writes[:, 2] = self._table[-MAX_PIECE:]
         if self._adapters is not None and self._idle is not None:
             pairs = zip(adapters, counts, strict=True)
             idle = self._adapters.idle([name for name, count in pairs for _ in range(count)])
@@ -267,7 +273,7 @@ class PromptScratch:
             end = start
             for part in layers[index].parts(places, sides.dtype):
                 begin, end = end, end + part[0].shape[1]
-                for side, x in zip(sides, part, strict=True):
+                for side, x in zip(sides.unbind(1), part, strict=True):
                     side[begin:end] = x.transpose(0, 1)
 
     def run_alone(self, piece: PromptPiece) -> None:
@@ -308,10 +314,13 @@ class PromptScratch:
             heads = layer.projected(rows)
             layer.turn_(heads, cosine, sine)
             found = heads.new_empty(len(heads), layer.heads[0], layer.attention.head_dim)
-            if cache is not None:
-                decoded = layer.attend(heads[size:], len(heads) - size, cache)
-                found[size:] = decoded.view_as(found[size:])
-            _attend(layer, heads[:size], sides, run, found[:size])
+            writes = self._writes[:size], self._unused_flag
+            prompts = partial(_attend, layer, heads[:size], sides, writes, run, found[:size])
+            if cache is None:
+                prompts()
+            else:
+                past = partial(_decode, layer, heads[size:], cache, found[size:])
+                in_parallel(rows.device, prompts, past)
             attended = layer.output(found.flatten(1), residual=rows, in_place=True)
             rows = layer.feed_forward(attended)
             if level < len(features):
@@ -359,7 +368,7 @@ class PromptScratch:
         def work() -> None:
             self._flags.zero_()
             for place, (index, sides) in enumerate(zip(self._indices, self._sides, strict=True)):
-                keys, values = sides[:, None, : self.tokens].transpose(2, 3)
+                keys, values = sides.permute(1, 2, 0, 3)[:, None]
                 layer = view.layer_for(index, keys, values)
                 layer.overflow = self._flags[place : place + 1]
                 layer.append(keys, values, step)
@@ -386,13 +395,22 @@ def _attend(
     layer: FastLayer,
     heads: torch.Tensor,
     sides: torch.Tensor,
+    writes: tuple[torch.Tensor, torch.Tensor],
     run: VarlenBatch,
     output: torch.Tensor,
 ) -> None:
     """Copy new keys and values to the scratch, and write (tokens, query heads, head_dim) attention
-    over each prompt's tokens so far to ``output``."""
-    own = layer.heads[0]
-    new = heads[:, own:].unflatten(1, (2, -1))
-    sides.index_copy_(1, run.new_places, new.transpose(0, 1))
-    keys, values = sides
-    causal_varlen(heads[:, :own], keys, values, run, layer.attention.scaling, output)
+    over each prompt's tokens so far to ``output``.
+
+    Args:
+        writes: rows and their places, and a flag, see ``oscar_mm.ops.append``.
+    """
+    queries, *new = heads.split(layer.heads, 1)
+    keys, values = (x.transpose(0, 1)[None] for x in new)
+    append(keys, values, sides, *writes)
+    causal_varlen(queries, sides[:, 0], sides[:, 1], run, layer.attention.scaling, output)
+
+
+def _decode(layer: FastLayer, heads: torch.Tensor, cache: OscarCache, output: torch.Tensor) -> None:
+    """Write (rows, query heads, head_dim) attention of one token per row to ``output``."""
+    output.copy_(layer.attend(heads, len(heads), cache).view_as(output))
