@@ -29,7 +29,7 @@ from oscar_mm.fast_decode.graph_cache import GraphCache
 from oscar_mm.fast_decode.layers import FastLayer
 from oscar_mm.fast_decode.low_rank import base_of
 from oscar_mm.fast_decode.parallel import in_parallel
-from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
+from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing, chosen
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.policy import KVPolicy
@@ -321,11 +321,17 @@ class PromptScratch:
             else:
                 past = partial(_decode, layer, heads[size:], cache, found[size:])
                 in_parallel(rows.device, prompts, past)
-            attended = layer.output(found.flatten(1), residual=rows, in_place=True)
-            rows = layer.feed_forward(attended)
+            idle = chosen()
+            if layer is self._layers[-1]:  # From here on, no other rows are needed.
+                needed = torch.cat([lasts, torch.arange(size, len(rows), device=rows.device)])
+                rows, found, here = rows[needed], found[needed], here[lasts]
+                idle = None if idle is None else idle[needed]
+            with choosing(idle):
+                attended = layer.output(found.flatten(1), residual=rows, in_place=True)
+                rows = layer.feed_forward(attended)
             if level < len(features):
-                rows[:size] += features[level][here]
-        head = partial(self._decoder.logits, torch.cat([rows[lasts], rows[size:]]))
+                rows[: len(here)] += features[level][here]
+        head = partial(self._decoder.logits, rows)
         logits = head() if cache is None else in_parallel(rows.device, head, cache.end_step)
         # Each graph would keep logits of its own.
         return self._logits[: len(logits)].copy_(logits)
