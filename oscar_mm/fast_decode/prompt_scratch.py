@@ -371,13 +371,18 @@ class PromptScratch:
             layer.copy_pages(step)
         step.copies, step.fixed = [], self._tables
 
-        def work() -> None:
-            self._flags.zero_()
-            for place, (index, sides) in enumerate(zip(self._indices, self._sides, strict=True)):
+        def keep(first: int) -> None:
+            places = list(enumerate(zip(self._indices, self._sides, strict=True)))
+            for place, (index, sides) in places[first::2]:
                 keys, values = sides.permute(1, 2, 0, 3)[:, None]
                 layer = view.layer_for(index, keys, values)
                 layer.overflow = self._flags[place : place + 1]
                 layer.append(keys, values, step)
+
+        def work() -> None:
+            self._flags.zero_()
+            # A layer alone does not keep a GPU busy.
+            in_parallel(self._flags.device, partial(keep, 0), partial(keep, 1))
 
         self._storing.run(view.version, work)
         view.unchecked = False  # The caller checks the flags.
