@@ -59,8 +59,9 @@ NOTES = [
     "sending the request, with the queue. Between tokens: two tokens of the same answer.",
     "Random weights, in bf16 unless the model's name ends in another format, the same for both "
     "engines. Ours: policy standard, a thread of the same process prepares the next requests from "
-    "texts. vLLM: the model's decoder alone, token ids as prompts, bf16 KV, CUDA graphs without "
-    "torch.compile, its own token budget for a step.",
+    "texts, whose prompts have up to two tokens more than vLLM's. vLLM: the model's decoder alone, "
+    "token ids as prompts, bf16 KV, CUDA graphs without torch.compile, its own token budget for a "
+    "step.",
 ]
 
 

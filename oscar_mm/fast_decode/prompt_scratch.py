@@ -314,13 +314,11 @@ class PromptScratch:
             heads = layer.projected(rows)
             layer.turn_(heads, cosine, sine)
             found = heads.new_empty(len(heads), layer.heads[0], layer.attention.head_dim)
+            if cache is not None:
+                decoded = layer.attend(heads[size:], len(heads) - size, cache)
+                found[size:] = decoded.view_as(found[size:])
             writes = self._writes[:size], self._unused_flag
-            prompts = partial(_attend, layer, heads[:size], sides, writes, run, found[:size])
-            if cache is None:
-                prompts()
-            else:
-                past = partial(_decode, layer, heads[size:], cache, found[size:])
-                in_parallel(rows.device, prompts, past)
+            _attend(layer, heads[:size], sides, writes, run, found[:size])
             idle = chosen()
             if layer is self._layers[-1]:  # From here on, no other rows are needed.
                 needed = torch.cat([lasts, torch.arange(size, len(rows), device=rows.device)])
@@ -371,18 +369,13 @@ class PromptScratch:
             layer.copy_pages(step)
         step.copies, step.fixed = [], self._tables
 
-        def keep(first: int) -> None:
-            places = list(enumerate(zip(self._indices, self._sides, strict=True)))
-            for place, (index, sides) in places[first::2]:
+        def work() -> None:
+            self._flags.zero_()
+            for place, (index, sides) in enumerate(zip(self._indices, self._sides, strict=True)):
                 keys, values = sides.permute(1, 2, 0, 3)[:, None]
                 layer = view.layer_for(index, keys, values)
                 layer.overflow = self._flags[place : place + 1]
                 layer.append(keys, values, step)
-
-        def work() -> None:
-            self._flags.zero_()
-            # A layer alone does not keep a GPU busy.
-            in_parallel(self._flags.device, partial(keep, 0), partial(keep, 1))
 
         self._storing.run(view.version, work)
         view.unchecked = False  # The caller checks the flags.
@@ -420,8 +413,3 @@ def _attend(
     keys, values = (x.transpose(0, 1)[None] for x in new)
     append(keys, values, sides, *writes)
     causal_varlen(queries, sides[:, 0], sides[:, 1], run, layer.attention.scaling, output)
-
-
-def _decode(layer: FastLayer, heads: torch.Tensor, cache: OscarCache, output: torch.Tensor) -> None:
-    """Write (rows, query heads, head_dim) attention of one token per row to ``output``."""
-    output.copy_(layer.attend(heads, len(heads), cache).view_as(output))
