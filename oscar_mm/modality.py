@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,6 +57,26 @@ def spans_of(modalities: Iterable[int]) -> list[Span]:
             spans.append(Span(Modality(modality), start, length))
         start += length
     return spans
+
+
+TwoWay = Literal["run", "prompt"]
+"""Which media tokens also attend to later ones: image tokens to those of the same run, or all media
+tokens of a prompt to each other."""
+
+
+def two_way_groups(modalities: Iterable[int], kind: TwoWay) -> list[list[int]]:
+    """Return the tokens that attend to each other, at least two in ascending order, by group.
+
+    Args:
+        modalities: modality ids of the new tokens of a sequence, without padding.
+        kind: which media tokens attend to each other.
+    """
+    if kind == "prompt":
+        groups = [[index for index, one in enumerate(modalities) if one > Modality.TEXT]]
+    else:
+        runs = [run for run in spans_of(modalities) if run.modality is Modality.IMAGE]
+        groups = [[*range(run.start, run.stop)] for run in runs]
+    return [group for group in groups if len(group) > 1]
 
 
 @dataclass(frozen=True)

@@ -346,10 +346,12 @@ def test_sinks_without_a_cache(window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("padding", [0, 9])
 @pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
-def test_two_way_pictures(policy: str, padding: int, window: int | None) -> None:
-    """An image token also sees later tokens of its run, in a prompt and in a later turn."""
+@pytest.mark.parametrize("kind", ["run", "prompt"])
+def test_two_way_media(kind: str, policy: str, padding: int, window: int | None) -> None:
+    """An image token also sees later tokens of its run, or a media token those of all media, in a
+    prompt and in a later turn."""
     module = nn.Identity()
-    setattr(module, paged_attention.TWO_WAY, True)
+    setattr(module, paged_attention.TWO_WAY, kind)
     cache, real = OscarCache(POLICIES.get(policy, policy)), torch.ones(2, 0, dtype=torch.bool)
     for seed, runs in enumerate((((150, 0), (1, 1), (5, 0), (60, 1)), ((3, 2), (40, 1), (1, 0)))):
         kinds = torch.cat([torch.full((length,), kind) for length, kind in runs])
@@ -360,7 +362,10 @@ def test_two_way_pictures(policy: str, padding: int, window: int | None) -> None
         before, real = real.shape[1], torch.cat([real, ids != PADDING], dim=1)
         query, key = torch.arange(before, real.shape[1])[:, None], torch.arange(real.shape[1])
         seen = key <= query
-        seen[:, before:] |= (run[:, None] == run) & (kinds == 1)
+        if kind == "run":
+            seen[:, before:] |= (run[:, None] == run) & (kinds == 1)
+        else:
+            seen[:, before:] |= (kinds > 0)[:, None] & (kinds > 0)
         if window is not None:
             seen &= key > query - window
         states = (queries, *(x.repeat_interleave(2, dim=1) for x in both))

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm.cache.block_table import SequenceTable
 from oscar_mm.cache.layer import OscarLayer, TokenPlaces
-from oscar_mm.cache.step_plan import AttentionShape, StepPlan
+from oscar_mm.cache.step_plan import AttentionShape, StepPlan, Tokens
 from oscar_mm.cache.varlen_attention import (
     VarlenBatch,
     attend_varlen,
@@ -25,7 +25,7 @@ from oscar_mm.cache.varlen_attention import (
     varlen_batches,
 )
 from oscar_mm.kernels.launch import multiprocessors
-from oscar_mm.modality import Span
+from oscar_mm.modality import TwoWay
 from oscar_mm.ops.decode import (
     DecodeKernel,
     decode_directly,
@@ -40,8 +40,8 @@ from oscar_mm.ops.sinks import with_sink_key
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.torch_modes import eager
 
-TWO_WAY = "two_way_pictures"
-"""Attribute of attention modules whose image tokens also attend to later ones of their run."""
+TWO_WAY = "two_way_media"
+"""Attribute of attention modules whose media tokens also attend to later ones: a ``TwoWay``."""
 _PLANNED_TOKENS = 8192
 """Minimum prompt length in tokens for which torch may choose cuDNN, if our kernel does not take the
 prompt: cuDNN spends 38 ms planning for each new length (H200)."""
@@ -56,7 +56,7 @@ def attend_stored(
     step: StepPlan,
     inside: list[SequenceTable] | None = None,
     sinks: torch.Tensor | None = None,
-    pictures: Sequence[Sequence[Span]] = (),
+    groups: Sequence[Sequence[Tokens]] = (),
 ) -> torch.Tensor:
     """Compute attention of a chunk of new tokens over the past and, causally, over the chunk.
 
@@ -72,7 +72,7 @@ def attend_stored(
         inside: for a chunk of one token per row, the part of each row's past that it attends to; by
             default, the whole past.
         sinks: (query heads,) float32, see ``oscar_mm.ops.sinks``.
-        pictures: for each row, the runs of tokens that also attend to later tokens of their run.
+        groups: for each row, groups of tokens that also attend to later tokens of their group.
 
     Returns:
         (batch, query heads, tokens, head_dim); 0 for queries that are padding.
@@ -81,12 +81,12 @@ def attend_stored(
         x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values)
     )
     empty = not any(sequence.stored for sequence in step.past)
-    if empty and step.real is None and step.lengths is None and not pictures:
+    if empty and step.real is None and step.lengths is None and not groups:
         return _causal(queries, keys, values, scaling, sinks)
-    chunk = _ChunkAttention(layer, step, queries, keys, values, scaling, inside, sinks, pictures)
+    chunk = _ChunkAttention(layer, step, queries, keys, values, scaling, inside, sinks, groups)
     # A single new token is either padding or real, so its row's output can be masked afterwards.
     if step.lengths is not None:
-        together = sinks is None and not pictures and can_attend_varlen(queries)
+        together = sinks is None and not groups and can_attend_varlen(queries)
         return chunk.varlen() if together else chunk.by_rows()
     new = keys.shape[2]
     fits = new == 1 or (step.real is None and new <= chunk.max_decoded(step.past))
@@ -115,13 +115,13 @@ class _ChunkAttention:
     scaling: float
     inside: list[SequenceTable] | None
     sinks: torch.Tensor | None
-    pictures: Sequence[Sequence[Span]]
+    groups: Sequence[Sequence[Tokens]]
 
     @property
     def by_kernel(self) -> bool:
         """Whether the kernels for packed pages take all arguments."""
         takes = self.sinks is None or takes_sinks(self.queries.device)
-        return takes and not self.pictures
+        return takes and not self.groups
 
     def max_decoded(self, rows: Sequence[SequenceTable]) -> int:
         """Return the maximum number of new tokens per row that attend to the packed pages."""
@@ -221,7 +221,7 @@ class _ChunkAttention:
     ) -> torch.Tensor:
         """Attend to the new tokens and the past of a row; the past is unpacked in parts unless
         there are few new tokens."""
-        alone = self.step.lengths is not None and not self.pictures
+        alone = self.step.lengths is not None and not self.groups
         if alone and not self.step.past[row].stored:
             return _causal(queries, keys, values, self.scaling, self.sinks)
         past = self.step.past[row]
@@ -230,17 +230,15 @@ class _ChunkAttention:
             return self._decoded(queries, keys, values, row)
         merged = MergedAttention(queries, self.scaling)
         merged.add(keys, values, causal=True)
-        for run in self.pictures[row] if self.pictures else ():
-            if run.length > 1:
-                of_run = slice(run.start, run.stop)
-                merged.add_later(keys[:, :, of_run], values[:, :, of_run], run.start)
+        for tokens in self.groups[row] if self.groups else ():
+            merged.add_later(keys, values, tokens)
         for keys, values in self._past(row):
             merged.add(keys[None], values[None])
         if self.sinks is not None:
             merged.add_sinks(self.sinks)
         return merged.output()
 
-    def _tokens_of_rows(self) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
+    def _tokens_of_rows(self) -> Iterator[tuple[int, int, Tokens]]:
         """For each row that has new tokens, yield the row, its index in the batch, and its tokens
         without padding."""
         if self.step.lengths is not None:
@@ -335,13 +333,14 @@ class LayerCall:
         if step.chained:
             layer.append(key, value, step)
         query = query.to(key.dtype)
-        pictures = step.pictures() if getattr(module, TWO_WAY, False) else []
-        if visible is not None and pictures:
-            visible = self._with_later(visible, pictures)
+        kind: TwoWay | None = getattr(module, TWO_WAY, None)
+        groups = [] if kind is None else step.two_way(kind, query.device)
+        if visible is not None and groups:
+            visible = self._with_later(visible, groups)
         inside = None if visible is None else self._inside(visible)
         if visible is None or inside is not None:
             output = attend_stored(
-                *(layer, query, key, value, scaling, step, inside, sinks, pictures)
+                *(layer, query, key, value, scaling, step, inside, sinks, groups)
             )
         else:
             states = (query, *layer.with_past(step, key, value), self._stored(visible))
@@ -356,20 +355,22 @@ class LayerCall:
         return output.to(asked)
 
     def _with_later(
-        self, visible: torch.Tensor, pictures: Sequence[Sequence[Span]]
+        self, visible: torch.Tensor, groups: Sequence[Sequence[Tokens]]
     ) -> torch.Tensor:
-        """Return a bool mask by which image tokens also attend to later ones of their run."""
+        """Return a bool mask by which tokens also attend to later ones of their group."""
         step = self._step
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
             seen = visible.clone()
+            new = torch.arange(seen.shape[2], device=seen.device)
             past = seen.shape[3] - seen.shape[2]
-            for row, runs in enumerate(pictures):
-                padding = 0 if step.real is None else int(step.real[row][0])
-                for run in runs:
-                    start, stop = run.start + padding, run.stop + padding
-                    inside = seen[row, :, start:stop, past + start : past + stop]
-                    inside |= torch.ones_like(inside).triu()
+            for row, of_row in enumerate(groups):
+                for group in of_row:
+                    padding = 0 if step.real is None else int(step.real[row][0])
+                    tokens = new[group] + padding
+                    places = slice(None), tokens[:, None], past + tokens
+                    inside = seen[row][places]
+                    seen[row][places] = inside | torch.ones_like(inside).triu()
             return visible, seen
 
         # The step keeps the mask, which all layers with the same window share.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from oscar_mm.cache.block_table import DeferredSteps, SequenceTable, min_page_tokens
-from oscar_mm.modality import PADDING, Modality, Span, spans_of
+from oscar_mm.modality import PADDING, TwoWay, two_way_groups
 from oscar_mm.ops.decode_tables import (
     StoredTokens,
     Tables,
@@ -29,6 +29,8 @@ from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
+Tokens: TypeAlias = slice | torch.Tensor
+"""Tokens of a pass: consecutive ones, or (n,) int64 indices on the device of the layer."""
 _INCOMPLETE = (
     "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
     "start again. (With an encoder-decoder, use EncoderDecoderCache(OscarCache(...), "
@@ -364,16 +366,22 @@ class StepPlan:
         """16-bit slots of the new tokens."""
         return [] if self.writes is None else self.writes[2].tolist()
 
-    def pictures(self) -> list[list[Span]]:
-        """Return the runs of new image tokens of each row, padding not counted."""
+    def two_way(self, kind: TwoWay, device: torch.device) -> list[list[Tokens]]:
+        """Return the new tokens of each row that attend to each other, by group; padding is not
+        counted. Empty if there are none."""
 
-        def runs() -> list[list[Span]]:
+        def tokens(group: list[int]) -> Tokens:
+            first, stop = group[0], group[-1] + 1
+            if stop - first == len(group):
+                return slice(first, stop)
+            return upload(np.array(group), device)
+
+        def make() -> list[list[Tokens]]:
             given = () if self.modalities is None else self.modalities
-            rows = [row[row != PADDING] for row in given]
-            found = [[x for x in spans_of(row) if x.modality is Modality.IMAGE] for row in rows]
-            return found if any(found) else []
+            rows = [two_way_groups(row[row != PADDING].tolist(), kind) for row in given]
+            return [[tokens(group) for group in row] for row in rows] if any(rows) else []
 
-        return self.once(("pictures",), runs)
+        return self.once(("two-way groups", kind, device), make)
 
     @property
     def packs_at_end(self) -> bool:

@@ -26,7 +26,7 @@ from oscar_mm.engine.sampling import Sampling
 from oscar_mm.engine.speech import Heard, Voice
 from oscar_mm.errors import InputError, shown
 from oscar_mm.media.media import Media, MediaReader
-from oscar_mm.modality import MediumSpan, Modality, token_modalities
+from oscar_mm.modality import MediumSpan, Modality
 from oscar_mm.policy import KVPolicy
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.offer import ToolOffer
@@ -470,16 +470,15 @@ def next_prompt(
     if not conversation.turns:
         prompt = family.prompt(messages, shown, tools)
     else:
-        config = family.model.config
         prompt = family.continuation(
             messages,
             shown,
             conversation.tokens,
             conversation.next_position,
-            _pending(conversation, config),
+            _pending(conversation, family),
             earlier,
         )
-        longest = config.get_text_config().max_position_embeddings
+        longest = family.model.config.get_text_config().max_position_embeddings
         _check_positions(int(prompt.next_position), max_new_tokens, longest)
     return prompt
 
@@ -499,14 +498,14 @@ def longest_answer(engine: ChatEngine, past: Past, prompt: Prompt, most: int) ->
     return engine.admission.longest_answer(prompt, most, past)
 
 
-def _pending(conversation: Conversation, config: object) -> list[int]:
+def _pending(conversation: Conversation, family: Family) -> list[int]:
     """Return the tokens at the end of the last answer that are not in the cache yet.
 
     Media placeholders are left out: a model should not write them, but if it does, the next turn
     must not mistake them for its media.
     """
     ids = torch.tensor([conversation.pending], dtype=torch.long)
-    return ids[token_modalities(ids, config=config) == Modality.TEXT].tolist()
+    return ids[family.modalities_of(ids) == Modality.TEXT].tolist()
 
 
 def _remedies(conversation: Conversation) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from oscar_mm.cache.block_table import NOWHERE, SINK
 from oscar_mm.chat.conversation import Conversation
 from oscar_mm.engine.family import Family
-from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 
 _REASONS = ("stop", "tool_calls", "length", "interrupted")
@@ -36,7 +36,7 @@ def check_turns(
         family: model family, which defines the modalities of token ids and the positions of media.
     """
     ids = conversation.token_ids
-    found = token_modalities(ids, config=family.model.config)[0]
+    found = family.modalities_of(ids)[0]
     family.mark_frames(found, [span for turn in conversation.turns for span in turn.media])
     by_ids = found.numpy()
     stored = codes != NOWHERE
@@ -50,7 +50,7 @@ def check_turns(
         raise ValueError(f"its cache has more than {policy.sinks} sinks")
     _check_media(conversation, kinds)
     _check_positions(conversation, kinds, family)
-    _check_pending(conversation, family.model.config)
+    _check_pending(conversation, family)
     for turn in conversation.turns:
         if turn.finish_reason not in _REASONS:
             raise ValueError(f"a turn has the unknown finish_reason {turn.finish_reason[:40]!r}")
@@ -125,12 +125,12 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
     return bool(sums >> (int(advance) - fixed) & 1)
 
 
-def _check_pending(conversation: Conversation, config: object) -> None:
+def _check_pending(conversation: Conversation, family: Family) -> None:
     """Raise ValueError if a turn does not begin with the end of the previous answer."""
     for index, turn in enumerate(conversation.turns):
         # ``next_prompt`` leaves out media placeholders, which a model should not write.
         pending = torch.tensor([turn.pending], dtype=torch.long)
-        read = pending[token_modalities(pending, config=config) == Modality.TEXT]
+        read = pending[family.modalities_of(pending) == Modality.TEXT]
         begin = conversation.token_ids[0, turn.start : turn.start + len(read)]
         if (index == 0 and len(read)) or not torch.equal(begin, read):
             raise ValueError("a turn does not begin with the end of the previous answer")

@@ -224,11 +224,15 @@ class Family(ChatFormat, ABC):
                 f"{vocabulary - 1:,}"
             )
         tokens = torch.tensor([list(ids)], dtype=torch.long)
-        if (token_modalities(tokens, config=self.model.config) != Modality.TEXT).any():
+        if (self.modalities_of(tokens) != Modality.TEXT).any():
             raise InputError(
                 f"{name} contains a token that stands for media: pass text only, and send media in "
                 "messages"
             )
+
+    def modalities_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the modality ids of (batch, tokens) token ids, int8 on the CPU."""
+        return token_modalities(ids, config=self.model.config)
 
     def mark_frames(self, modalities: torch.Tensor, media: Iterable[MediumSpan]) -> None:
         """Mark image tokens in videos as video, in place, if the model takes frames as images.
@@ -432,7 +436,7 @@ class Family(ChatFormat, ABC):
         if positions.ndim == 3:
             row = torch.arange(past_tokens, past_tokens + ids.shape[1]).expand(1, 1, -1)
             positions = torch.cat([row.to(positions.dtype), positions])
-        modalities = token_modalities(ids, config=self.model.config)
+        modalities = self.modalities_of(ids)
         media = _spans(modalities[0], ordered, encoded.media_tokens)
         self.mark_frames(modalities[0], media)
         return Prompt(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from oscar_mm.modality import Modality
+import torch
+
+from oscar_mm.modality import Modality, TwoWay
 
 _DECODER = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
 """Arguments of all decoders with one entry per token -> their token dimension."""
@@ -20,10 +22,13 @@ class InputLayout:
     Attributes:
         per_medium: forward argument with one row per media item, or per audio track of a video ->
             modality of the media.
-        per_patch: forward argument with one row per patch -> modality of the media, and the name of
-            the argument with their grids, (media, 3), which give the number of patches.
+        per_patch: forward argument with one row per patch, or per tile or token -> modality of the
+            media, and the name of the argument with their grids, see ``rows_of``.
         per_tile: forward argument with one row per tile -> modality of the media; all tiles have
             the same number of tokens.
+        places: forward argument among ``per_patch`` with places in the rows of another one, -1 for
+            none -> name of that other argument, (rows, places of a row, ...). In a prompt, the
+            places of each media item count from its own first row.
         padded: forward argument among ``per_medium`` whose last dimension is padded to the longest
             media item -> name of the argument with the padding mask.
         video_grids: name of the argument with the grids of videos, for towers that take patches and
@@ -32,8 +37,8 @@ class InputLayout:
         frames_as_images: whether the frames of a video, or pairs of them, are images to the model:
             arguments of images contain them too, one row for each run of media tokens, in the order
             of the prompt. Videos may be cut between frames.
-        two_way: whether tokens of an image attend to later ones of the same run, so that no chunk
-            may end within a run.
+        two_way: which media tokens also attend to later ones, so that no chunk of a prompt may end
+            between them; None if none do.
         features: decoder argument that is a list of features, one for each of the first layers,
             which adds them to some tokens, row after row -> name of the argument with the (batch,
             tokens) mask of these tokens.
@@ -42,13 +47,25 @@ class InputLayout:
     per_medium: Mapping[str, Modality] = field(default_factory=dict)
     per_patch: Mapping[str, tuple[Modality, str]] = field(default_factory=dict)
     per_tile: Mapping[str, Modality] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
     padded: Mapping[str, str] = field(default_factory=dict)
     video_grids: str | None = None
     frames_as_images: bool = False
-    two_way: bool = False
+    two_way: TwoWay | None = None
     features: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def per_token(self) -> dict[str, int]:
         """Decoder arguments with one entry per token -> their token dimension."""
         return _DECODER | dict.fromkeys(self.features.values(), 1)
+
+
+def rows_of(grids: torch.Tensor) -> torch.Tensor:
+    """Return the number of rows of each media item, (media,) int64.
+
+    Args:
+        grids: (media, 4) for two grids of rows and columns each, otherwise (media, axes) for one.
+    """
+    if grids.shape[-1] == 4:
+        return grids.unflatten(-1, (2, 2)).prod(-1).sum(-1)
+    return grids.prod(-1)

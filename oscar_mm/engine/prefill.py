@@ -29,7 +29,7 @@ from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.prompt import Prompt, by_frames, forward, segments, up_to_marks
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.fast_decode.prompt_layers import MAX_RECORDED
-from oscar_mm.modality import Modality
+from oscar_mm.modality import two_way_groups
 from oscar_mm.ops.decode_tables import upload
 
 MAX_TOKENS = 1 << 13
@@ -444,15 +444,16 @@ def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
 
 
 def _chunk_lengths(prompt: Prompt, chunk: int) -> Iterator[int]:
-    """Yield the number of tokens of each chunk: ``chunk``, or to the beginning or end of a run of
-    image tokens that may not be split."""
-    runs = [run for run in prompt.spans[0] if run.modality is Modality.IMAGE]
+    """Yield the number of tokens of each chunk: ``chunk``, or to the beginning or end of a group of
+    media tokens that may not be split."""
+    kind = prompt.layout.two_way
+    groups = two_way_groups(prompt.modalities[0].tolist(), kind) if kind else []
     start = 0
     while start < prompt.tokens:
         stop = min(start + chunk, prompt.tokens)
-        for run in runs if prompt.layout.two_way else ():
-            if run.start < stop < run.stop:
-                stop = run.start if run.start > start else run.stop
+        for group in groups:
+            if group[0] < stop <= group[-1]:
+                stop = group[0] if group[0] > start else group[-1] + 1
         yield stop - start
         start = stop
 

@@ -81,19 +81,26 @@ class _Entry:
     cache: OscarCache
     bytes: int
 
-    def common(self, key: _Key, ids: np.ndarray, media: tuple[MediumSpan, ...]) -> int:
-        """Return the number of leading tokens shared with a prompt, without splitting media."""
+    def common(self, key: _Key, ids: np.ndarray, prompt: Prompt) -> int:
+        """Return the number of leading tokens shared with a prompt, without splitting media.
+
+        If all media of a prompt attend to each other, they are shared together or not at all.
+        """
         if key != self.key:
             return 0
         length = min(len(ids), len(self.ids))
         differs = np.flatnonzero(ids[:length] != self.ids[:length])
         length = int(differs[0]) if len(differs) else length
-        for index, span in enumerate(media):
+        for index, span in enumerate(prompt.media):
             if span.start >= length:
                 break
             same = index < len(self.media) and _same_content(span, self.media[index])
             if not same or span.stop > length:
-                return span.start
+                length = span.start
+                break
+        for media in (prompt.media, self.media) if prompt.layout.two_way == "prompt" else ():
+            if media and length < media[-1].stop:
+                length = min(length, media[0].start)
         return length
 
 
@@ -167,7 +174,7 @@ class PrefixCache:
         ids, best, longest = _ids(prompt), None, MIN_TOKENS - 1
         key = state, prompt.salt
         for entry in self._entries:
-            length = _whole(entry.common(key, ids[:-1], prompt.media), prompt.media)
+            length = _whole(entry.common(key, ids[:-1], prompt), prompt.media)
             length = _whole(entry.cache.longest_crop(length), prompt.media)
             if length > longest and length == entry.cache.longest_crop(length):
                 best, longest = entry, length
@@ -189,7 +196,7 @@ class PrefixCache:
         if not stop or cache.longest_crop(stop) != stop:
             return
         for entry in self._entries[:]:
-            length = entry.common(key, ids, prompt.media)
+            length = entry.common(key, ids, prompt)
             if length == stop == entry.cache.longest_crop(stop):
                 return
             if length == len(entry.ids) == cache.longest_crop(length):

@@ -10,7 +10,7 @@ import torch
 from transformers import Cache
 
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.engine.input_layout import InputLayout
+from oscar_mm.engine.input_layout import InputLayout, rows_of
 from oscar_mm.media.encoder_inputs import SAMPLES
 from oscar_mm.modality import MediumSpan, Modality, Span, spans_of
 from oscar_mm.ops.decode_tables import moved
@@ -63,9 +63,14 @@ class Prompt:
         return moved(self.inputs["input_ids"], self.positions.device)
 
     def arguments(self) -> dict[str, Any]:
-        """Return ``inputs`` on the device of the model's inputs; samples stay where they are."""
+        """Return ``inputs`` on the device of the model's inputs; samples stay where they are.
+
+        Places of patches count from the first row of all media, see ``InputLayout.places``.
+        """
         device = self.positions.device
         inputs = self.inputs | {"input_ids": self.ids}
+        for name in self.layout.places.keys() & inputs.keys():
+            inputs[name] = _from_first(self, name)
         return {
             name: value if name == SAMPLES else value.to(device) for name, value in inputs.items()
         }
@@ -91,6 +96,16 @@ class Prompt:
     def spans(self) -> list[list[Span]]:
         """Runs of consecutive tokens of the same modality, by row."""
         return [spans_of(row) for row in self.modalities.tolist()]
+
+
+def _from_first(prompt: Prompt, name: str) -> torch.Tensor:
+    """Return places of patches that count from the first row of all media."""
+    layout, inputs = prompt.layout, prompt.inputs
+    places, of = inputs[name], layout.places[name]
+    rows = rows_of(inputs[layout.per_patch[of][1]])
+    before = (rows.cumsum(0) - rows) * inputs[of].shape[1]
+    before = before.repeat_interleave(rows_of(inputs[layout.per_patch[name][1]]))
+    return torch.where(places < 0, places, places + before[:, None])
 
 
 def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:
@@ -300,7 +315,7 @@ def _taken(
             kind, rows = layout.per_medium[name], None
         elif name in layout.per_patch:
             kind, grids = layout.per_patch[name]
-            rows = prompt.inputs[grids].prod(-1).cpu()
+            rows = rows_of(prompt.inputs[grids]).cpu()
         elif name in layout.per_tile:
             kind = layout.per_tile[name]
             rows = _tiles(prompt, kind, len(tensor))

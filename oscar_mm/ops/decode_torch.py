@@ -59,22 +59,26 @@ class MergedAttention:
         """
         self.merge(*_attention(self._queries, keys, values, self._scaling, causal))
 
-    def add_later(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Attend from each token of a run of consecutive tokens to the later tokens of the run.
+    def add_later(
+        self, keys: torch.Tensor, values: torch.Tensor, tokens: slice | torch.Tensor
+    ) -> None:
+        """Attend from each token of a group to the later tokens of the group.
 
         Args:
-            keys, values: (batch, KV heads, n, head_dim) of the run, with n at least 2.
-            first: index of the run's first token among the queries.
+            keys, values: (batch, KV heads, queries, head_dim) of all tokens.
+            tokens: at least two tokens, in ascending order: a slice or int64 indices.
         """
-        tokens = slice(first, first + keys.shape[2] - 1)
         # In reverse order, attention to later tokens is attention to earlier ones.
-        queries = self._queries[:, :, tokens].flip(2)
-        later = keys[:, :, 1:].flip(2), values[:, :, 1:].flip(2)
-        output, total = _attention(queries, *later, self._scaling, causal=True)
-        whole, before = (x[:, :, tokens] for x in self._added())
-        share = torch.sigmoid(total.flip(2) - before)[..., None]
-        whole.lerp_(output.flip(2).float(), share)
-        before.copy_(torch.logaddexp(before, total.flip(2)))
+        queries = self._queries[:, :, tokens][:, :, :-1].flip(2)
+        keys, values = (x[:, :, tokens][:, :, 1:].flip(2) for x in (keys, values))
+        reverse = _attention(queries, keys, values, self._scaling, causal=True)
+        output, total = (x.flip(2) for x in reverse)
+        whole, sums = self._added()
+        before = sums[:, :, tokens][:, :, :-1]
+        share = torch.sigmoid(total - before)[..., None]
+        earlier = slice(tokens.start, tokens.stop - 1) if isinstance(tokens, slice) else tokens[:-1]
+        whole[:, :, earlier] = whole[:, :, earlier].lerp(output.float(), share)
+        sums[:, :, earlier] = torch.logaddexp(before, total)
 
     def merge(self, output: torch.Tensor, total: torch.Tensor) -> None:
         """Merge the result of the same queries for another part.

@@ -19,7 +19,7 @@ from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.errors import InputError
 from oscar_mm.media.media import Medium
 from oscar_mm.media.options import FRAMES
-from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.modality import Modality
 from oscar_mm.pipelines.families.qwen import longer_sides, video_arguments
 from oscar_mm.pipelines.registry import register_family
 from oscar_mm.thread_pool import parallel_map
@@ -152,12 +152,12 @@ class Gemma3(PictureFamily):
 
     model_types = ("gemma3",)
     name = "Gemma 3"
-    layout = InputLayout(per_tile={"pixel_values": Modality.IMAGE}, two_way=True)
+    layout = InputLayout(per_tile={"pixel_values": Modality.IMAGE}, two_way="run")
 
     def __init__(self, model: Any, processor: Any) -> None:
         super().__init__(model, processor)
         for layer in self.model.get_decoder().layers:
-            setattr(layer.self_attn, TWO_WAY, True)
+            setattr(layer.self_attn, TWO_WAY, self.layout.two_way)
 
     def _shown(self, expansion: str) -> int:
         """See ``PictureFamily._shown``; an image has other tokens than its placeholder."""
@@ -279,7 +279,7 @@ class GridFamily(PictureFamily):
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
         spatial, _ = self.model.model.get_rope_index(
             ids,
-            mm_token_type_ids=token_modalities(ids, config=self.model.config).int(),
+            mm_token_type_ids=self.modalities_of(ids).int(),
             image_grid_thw=tensors["image_grid_thw"],
             attention_mask=torch.ones_like(ids),
         )

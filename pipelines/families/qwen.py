@@ -22,7 +22,7 @@ from oscar_mm.media.encoder_inputs import (
 )
 from oscar_mm.media.media import Medium
 from oscar_mm.media.options import LOW_PIXELS, OF_MODALITY, MediaOptions
-from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.modality import Modality
 from oscar_mm.models.released import ReleasedModel
 
 # Roles are single letters, because a letter is one token in the bundled tokenizers, as a role name
@@ -281,7 +281,7 @@ class QwenVL(QwenFamily):
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
         spatial, _ = self.model.model.get_rope_index(
             ids,
-            mm_token_type_ids=token_modalities(ids, config=self.model.config).int(),
+            mm_token_type_ids=self.modalities_of(ids).int(),
             attention_mask=torch.ones_like(ids),
             **grids,
         )

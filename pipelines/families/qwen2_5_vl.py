@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
 from oscar_mm.media import Video
-from oscar_mm.modality import Modality, spans_of, token_modalities
+from oscar_mm.modality import Modality, spans_of
 from oscar_mm.models import released
 from oscar_mm.models.released import ReleasedModel
 from oscar_mm.pipelines.families.qwen import QwenVL, limited, longer_sides
@@ -35,7 +35,7 @@ class Qwen2_5VL(QwenVL):
         them to an integer: above 2 frames per second, all frames would have the same time.
         """
         spatial = super().spatial(ids, grids, videos)
-        kinds = token_modalities(ids, config=self.model.config)[0].tolist()
+        kinds = self.modalities_of(ids)[0].tolist()
         runs = [span for span in spans_of(kinds) if span.modality is Modality.VIDEO]
         rate = self.model.config.vision_config.tokens_per_second
         frames = self.processor.video_processor.temporal_patch_size

@@ -29,7 +29,7 @@ from oscar_mm.media.encoder_inputs import (
 from oscar_mm.media.media import Medium
 from oscar_mm.media.options import OF_MODALITY
 from oscar_mm.media.resample import RATE
-from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.modality import Modality
 from oscar_mm.models import released
 from oscar_mm.models.released import ReleasedModel
 from oscar_mm.moe_switch import choose_experts
@@ -133,7 +133,7 @@ class Qwen3Omni(QwenFamily):
                 inputs = self._process(reading, piece, left.pop(0))
                 part = inputs.pop("input_ids")
                 spatial = self._positions(part, inputs)
-                counts.append(int(token_modalities(part, config=self.model.config).count_nonzero()))
+                counts.append(int(self.modalities_of(part).count_nonzero()))
                 for name, value in (as_samples(inputs) if waits else inputs).items():
                     gathered.setdefault(name, []).append(value)
             else:
