@@ -14,9 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import distributed
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from oscar_mm.cache.states import layers_of_states
@@ -30,7 +38,7 @@ from oscar_mm.pipelines.quantized_checkpoints import (
     quantization_of,
     quantized_arguments,
 )
-from oscar_mm.pipelines.registry import family_of, pipeline_of
+from oscar_mm.pipelines.registry import family_of, find_family, pipeline_of
 from oscar_mm.pipelines.requirements import check_fits, check_logits, check_modules
 from oscar_mm.pipelines.row_adapters import add_row_adapters
 from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
@@ -298,8 +306,27 @@ def _config(source: str, options: dict[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
+        _check_version(source, options)
         known = "" if Path(source).is_dir() else f"; {remedy(source)}"
         raise InputError(f"model {source}: {first_line(error)}{known}") from error
+
+
+def _check_version(source: str, options: dict[str, Any]) -> None:
+    """Refuse a supported model that the installed transformers does not know.
+
+    Raises:
+        InputError: names the version that is needed.
+    """
+    try:
+        kind = PreTrainedConfig.get_config_dict(source, **options)[0].get("model_type", "")
+    except (OSError, ValueError):
+        return
+    family = find_family(kind)
+    if family is not None and kind not in CONFIG_MAPPING:
+        raise InputError(
+            f"model {source}: {kind} needs transformers {family.since} or newer, not "
+            f"{transformers.__version__}; upgrade transformers"
+        )
 
 
 def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | None) -> None:

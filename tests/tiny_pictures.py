@@ -195,6 +195,85 @@ def _paddleocr_vl() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     return processor, "<|IMAGE_PLACEHOLDER|>", vision, ids
 
 
+# As in released checkpoints, media come first, and the next turn writes the end of an answer.
+_MEDIA_FIRST = """
+{%- set shown = namespace(images=0, videos=0) -%}
+{%- for message in messages if message.content is not string -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{%- set shown.images = shown.images + 1 -%}
+{%- elif part.type == 'video' -%}{%- set shown.videos = shown.videos + 1 -%}
+{%- endif -%}
+{%- endfor -%}
+{%- endfor -%}
+{%- for number in range(shown.images) -%}
+{{ ('Image ' ~ (number + 1) if shown.images > 1 else '') ~ '<|image|>' }}
+{%- endfor -%}
+{{ '<|video|>' * shown.videos }}
+{%- for message in messages -%}
+{%- if message.role != ('user' if loop.index0 is even else 'assistant') -%}
+{{ raise_exception('user and assistant must alternate') }}
+{%- endif -%}
+{{ '<|im_end|>\n' if message.role == 'user' and not loop.first else '' }}
+{{- '<|im_start|>' ~ message.role ~ '\n' }}
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}
+{{ message.content | map(attribute='text', default='') | select | join(' ') }}
+{%- endif -%}
+{{ '<|im_end|>\n' if message.role == 'user' else '' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+""".strip()
+_MOLMO2_TOKENS = (
+    "<im_start>",
+    "<im_end>",
+    "<im_patch>",
+    "<im_col>",
+    "<low_res_im_start>",
+    "<|image|>",
+    "<im_low>",
+    "<frame_start>",
+    "<frame_end>",
+    "<|video|>",
+)
+
+
+def _molmo2() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    tokenizer = qwen_tokenizer(
+        500,
+        (*_SPECIAL, *_MOLMO2_TOKENS),
+        chat_template=_MEDIA_FIRST,
+        bos_token="<|im_end|>",
+        model_specific_special_tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
+    )
+    size: Any = {"height": 84, "width": 84}
+    processor = transformers.Molmo2Processor(
+        transformers.Molmo2ImageProcessor(size=size, max_crops=4, overlap_margins=[1, 1]),
+        transformers.Molmo2VideoProcessor(size=size),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        use_frame_special_tokens=False,
+    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    vision = _TOWER | heads | {"image_size": [84, 84]}
+    adapter = heads | {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "text_hidden_size": 128,
+        "vision_feature_layer": [-1, -2],
+    }
+    ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
+        for name, token in {
+            "image_start": "<im_start>",
+            "low_res_image_start": "<low_res_im_start>",
+            "image_end": "<im_end>",
+            "frame_start": "<frame_start>",
+            "frame_end": "<frame_end>",
+        }.items()
+    }
+    return processor, "<im_patch>", vision, ids | {"adapter_config": adapter}
+
+
 _MROPE = {"rope_parameters": _ROPE | {"mrope_section": [8, 12, 12]}}
 _HALF = {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}}
 PICTURES: dict[str, tuple[Callable[[], tuple[Any, str, dict[str, Any], dict[str, Any]]], dict]] = {
@@ -227,10 +306,15 @@ PICTURES: dict[str, tuple[Callable[[], tuple[Any, str, dict[str, Any], dict[str,
     "paddleocr_vl": (_paddleocr_vl, _MROPE),
 }
 """Model type -> processor, placeholder, vision and other fields; fields of the text model."""
+if "molmo2" in transformers.CONFIG_MAPPING:  # Since transformers 5.20.
+    # The head has no tokens that stand for media.
+    _vocabulary = {"vocab_size": 500 - len(_MOLMO2_TOKENS), "additional_vocab_size": 10}
+    PICTURES["molmo2"] = (_molmo2, _vocabulary | {"rope_parameters": _ROPE})
 
 
-def build_pictures(model_type: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write a tiny checkpoint of a model type in ``PICTURES`` with its processor."""
+def build_pictures(model_type: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny checkpoint of a model type in ``PICTURES`` with its processor; ``overrides`` are
+    fields of the text model."""
     parts, text = PICTURES[model_type]
     processor, placeholder, vision, fields = parts()
     tokenizer = processor.tokenizer
@@ -250,7 +334,7 @@ def build_pictures(model_type: str, folder: Path, *, seed: int = 0) -> Path:
     name = "image_token_index" if old else "image_token_id"
     config = AutoConfig.for_model(
         model_type,
-        text_config=sizes | text,
+        text_config=sizes | text | overrides,
         vision_config=vision,
         tie_word_embeddings=False,
         **{name: tokenizer.convert_tokens_to_ids(placeholder)},

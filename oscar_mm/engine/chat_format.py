@@ -233,7 +233,12 @@ class ChatFormat:
         return written
 
     def after_answer(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Render ``messages`` after a stand-in answer; return the text from that answer onwards."""
+        """Render ``messages`` after a stand-in answer; return the text from that answer onwards.
+
+        Raises:
+            InputError: if the template refuses the messages, omits answers, or writes placeholders
+                for media of these messages before the answer.
+        """
         question = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
         # Some templates require an answer to be a list of parts, others require a string.
         for content in ([{"type": "text", "text": ANSWER}], ANSWER):
@@ -244,8 +249,14 @@ class ChatFormat:
                 if content is ANSWER:
                     raise
                 continue
-            if ANSWER in text:
-                return text[text.index(ANSWER) :]
+            before, answer, after = text.partition(ANSWER)
+            if any(placeholder in before for placeholder in self.placeholders):
+                raise InputError(
+                    "the chat template of this checkpoint writes all media at the beginning of a "
+                    "conversation: show them in the first turn, or start a new chat"
+                )
+            if answer:
+                return answer + after
         raise InputError("the chat template of this checkpoint omits answers")
 
     def template(self, given: TemplateFields) -> TemplateOptions:

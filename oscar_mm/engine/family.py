@@ -71,6 +71,9 @@ class Family(ChatFormat, ABC):
     model_types: ClassVar[tuple[str, ...]]
     """Values of ``config.model_type`` that the family supports."""
 
+    since: ClassVar[str] = "5.17"
+    """First version of transformers that has the models."""
+
     media_options: ClassVar[frozenset[str]] = frozenset({"detail"})
     """Names of the supported ``MediaOptions``; every family accepts ``detail``, which OpenAI
     clients send to any model."""
