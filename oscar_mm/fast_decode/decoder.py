@@ -82,8 +82,11 @@ def has_known_layers(decoder: Any, kinds: Collection[str]) -> bool:
         kinds: names of the classes of layers with this arithmetic.
     """
     layers, modules = getattr(decoder, "layers", ()), modules_of(decoder)
+    # Some layers of Molmo 2 O-7B use other frequencies than ``rotary_emb``.
+    one_rope = {*getattr(decoder, "rope_types", ())} <= {"scaled"}
     return (
-        all(type(layer).__name__ in kinds for layer in layers)
+        one_rope
+        and all(type(layer).__name__ in kinds for layer in layers)
         and run_as_written([x for x in modules if not is_lora(x)])
         and all(computes_as_known(x) for x in modules if is_lora(x))
         and all(len(devices(layer)) == 1 and _has_known_parts(layer) for layer in layers)
@@ -99,8 +102,14 @@ def has_full_attention(model: Any) -> bool:
 
 
 def _has_known_parts(layer: Any) -> bool:
-    """Return whether all norms are RMS norms and the gate is silu; either may be replaced."""
+    """Return whether all norms are RMS norms, of hidden states before a block or of single heads,
+    and the gate is silu; either may be replaced."""
     if is_hybrid(layer) and not has_hybrid_parts(layer):
+        return False
+    attention: Any = getattr(layer, "self_attn", None)
+    of_queries = getattr(attention, "q_norm", None)
+    all_heads = of_queries is not None and of_queries.weight.numel() != attention.head_dim
+    if all_heads or getattr(layer, "norm_after", False):
         return False
     mlp, names = layer.mlp, ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
     norms = [one for name, one in layer.named_modules() if name.rpartition(".")[2] in names]

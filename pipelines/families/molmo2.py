@@ -30,6 +30,7 @@ class Molmo2(ClipFamily):
     model_types = ("molmo2",)
     name = "Molmo 2"
     since = "5.20"
+    fast_layers = frozenset({"Molmo2DecoderLayer"})
     layout = InputLayout(
         per_medium={"image_grids": Modality.IMAGE, "image_num_crops": Modality.IMAGE},
         per_patch={

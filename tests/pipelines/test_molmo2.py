@@ -8,8 +8,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm import InputError, OscarCache, OscarVLPipeline
 from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prefill import read_prompt
+from oscar_mm.fast_decode.decoder import FastDecoder, supports
+from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.pipelines import registry
 from oscar_mm.pipelines.families.molmo2 import Molmo2
 from tests.pipelines.test_pictures import IMAGE, SHOWN, Pictures
@@ -31,6 +34,28 @@ def test_older_transformers_are_refused(tmp_path: Path, monkeypatch) -> None:
         OscarVLPipeline(tmp_path, device="cpu")
 
 
+@torch.inference_mode()
+def test_fused_layers(one: Pictures) -> None:
+    """A prompt with images, and then a token, as by transformers' modules."""
+    model, media = one.pipe.model, one.pipe.read_media(SHOWN[:2])
+    prompt = one.pipe.family.prompt(first_turn("What is it?", media.parts), media)
+    caches = [OscarCache("bf16", model=model) for _ in range(2)]
+    expected = read_prompt(model, prompt, caches[0])
+    with PromptLayers(model, 64).reading(caches[1]):
+        found = read_prompt(model, prompt, caches[1])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    ids = expected.argmax(-1, keepdim=True)
+    plain = dict(one.inputs(one.asked(IMAGE, IMAGE, "What is it?"), SHOWN[:2]))
+    plain |= {"input_ids": torch.cat([plain["input_ids"], ids], dim=1)}
+    kinds = plain["mm_token_type_ids"]
+    plain |= {"mm_token_type_ids": torch.cat([kinds, torch.zeros_like(ids)], dim=1)}
+    del plain["attention_mask"]
+    caches[1].expect(torch.zeros_like(ids))
+    found = FastDecoder(model)(ids, torch.tensor([[prompt.tokens]]), caches[1])
+    expected = one.model(**plain).logits[:, -1]
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)  # The cache has 16 bits.
+
+
 def test_layers_of_olmo(tmp_path: Path, one: Pictures) -> None:
     """Norms after the blocks and over all heads, scaled RoPE in some layers, as in Molmo 2 O-7B."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
@@ -44,8 +69,8 @@ def test_layers_of_olmo(tmp_path: Path, one: Pictures) -> None:
     inputs = olmo.inputs(olmo.asked(IMAGE, IMAGE, "What is it?"), SHOWN[:2])
     expected = olmo.greedy(inputs, 6)
     assert olmo.pipe(SHOWN[:2], "What is it?", max_new_tokens=6).token_ids == expected
-    usual = one.greedy(inputs, 6)
-    assert expected != usual
+    assert expected != one.greedy(inputs, 6)
+    assert [supports(each.pipe.model) for each in (one, olmo)] == [True, False]
 
 
 def test_images_of_several_turns_in_one_prompt(one: Pictures) -> None:
