@@ -18,7 +18,7 @@ _KINDS = {"attention", "full_attention", "sliding_attention", "chunked_attention
 """Types of layers whose keys and values the cache keeps."""
 _HYBRIDS = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """Model types of decoders with Gated DeltaNet layers, whose states the cache keeps."""
-_TWO_WAY = frozenset({"gemma3n", "gemma4", "gemma4_unified", "git", "paligemma"})
+_TWO_WAY = frozenset({"gemma4", "gemma4_unified", "git", "paligemma"})
 """Model types whose media tokens also attend to later ones."""
 _OTHER = "attention of another kind: its logits with the cache differ from those without one"
 _TOKENS = 16

@@ -357,7 +357,15 @@ def test_frames_of_files(one: Pictures, tmp_path: Path) -> None:
         one.pipe(prompt="What?", videos=[clip(700)], max_new_tokens=4000)
 
 
-def test_two_way_attention_is_refused(tmp_path: Path) -> None:
-    AutoConfig.for_model("paligemma").save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="paligemma has two-way attention among tokens"):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("gemma3n", "layers that share keys and values"),
+        ("gemma4", "two-way attention among tokens"),
+        ("paligemma", "two-way attention among tokens"),
+    ],
+)
+def test_other_attention_is_refused(name: str, what: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"{name} has {what}"):
         OscarVLPipeline(tmp_path, device="cpu")
