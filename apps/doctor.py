@@ -18,12 +18,12 @@ import typer
 
 import oscar_mm
 from oscar_mm.apps import terminal
+from oscar_mm.extras import DISTRIBUTION, install_command
 from oscar_mm.policy import KVPolicy
 
 if TYPE_CHECKING:
     import torch
 
-DISTRIBUTION = "oscar-mm"
 DEVELOPER_EXTRAS = ("test", "dev", "docs")
 
 # Maximum relative error |x^ - x| / |x| of Gaussian keys and values, by bits per code. The range of
@@ -81,7 +81,7 @@ def doctor(
     report = {
         "versions": _versions(),
         "devices": devices,
-        "extras": _extras(),
+        "extras": missing_by_extra(),
         "model": path,
         "checks": [asdict(check) for check in checks],
         "ok": healthy,
@@ -157,7 +157,7 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _extras() -> dict[str, list[str]] | None:
+def missing_by_extra() -> dict[str, list[str]] | None:
     """Return the missing packages of each extra; None if this package is not installed."""
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
@@ -165,7 +165,7 @@ def _extras() -> dict[str, list[str]] | None:
         return None
     missing: dict[str, list[str]] = {}
     for requirement in requirements:
-        parts = re.match(r"([A-Za-z0-9._-]+).*extra == ['\"](\w+)['\"]", requirement)
+        parts = re.match(r"([A-Za-z0-9._-]+).*extra == ['\"]([\w-]+)['\"]", requirement)
         if parts is None or parts[2] in DEVELOPER_EXTRAS:
             continue
         absent = missing.setdefault(parts[2], [])
@@ -313,7 +313,7 @@ def _format_report(report: dict[str, Any]) -> str:
         lines.append(f"  unknown: {DISTRIBUTION} is not installed, this is a bare checkout")
     for extra, missing in (report["extras"] or {}).items():
         if missing:
-            state = f"missing {', '.join(missing)}: run pip install '.[{extra}]' in a clone"
+            state = f"missing {', '.join(missing)}: run {install_command(extra)}"
         else:
             state = "present"
         lines.append(f"  {extra:<13} {state}")

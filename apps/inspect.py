@@ -9,6 +9,7 @@ import typer
 
 from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
+from oscar_mm.extras import require
 from oscar_mm.files import read_text, whole_file, writing
 from oscar_mm.media.source import existing_file
 from oscar_mm.modality import Modality
@@ -57,9 +58,7 @@ def inspect(
         existing = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise InputError(f"--out {out}: {existing} is a file; pass a folder")
-        from oscar_mm.inspect.report import require_matplotlib  # imports torch
-
-        require_matplotlib()
+        require("--out", "plots", "matplotlib")
     if text is not None and model is None:
         raise InputError(options.TEXT_NEEDS_MODEL)
     model = options.model_or_bundled(model, supports_audio=bool(given["audio"]))

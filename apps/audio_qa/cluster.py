@@ -21,6 +21,7 @@ from oscar_mm.apps.audio_qa.rows import Row, by_recording
 from oscar_mm.apps.audio_qa.server_worker import Plan, VllmSettings
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
+from oscar_mm.extras import missing
 
 LOCAL = "local"
 TRIES = 3
@@ -137,10 +138,7 @@ def _connect(address: str) -> tuple[Any, bool]:
         import ray  # pyright: ignore[reportMissingImports] an extra
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise InputError(
-            f"--ray requires the {error.name} package: run pip install '.[batch]' in a clone of "
-            "the repository"
-        ) from None
+        raise missing("--ray", error.name, "batch") from None
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray also raises what it logs.
     if ray.is_initialized():
         return ray, False

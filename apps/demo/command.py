@@ -1,13 +1,12 @@
 """`oscar-mm demo`: serve the web demo on this machine."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from oscar_mm.apps import options, terminal
-from oscar_mm.errors import InputError
+from oscar_mm.extras import require
 from oscar_mm.models import BUNDLED, check_source
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
@@ -58,15 +57,12 @@ def demo(
 ) -> None:
     """Serve a web page: a long conversation with a live view of its memory.
 
-    Needs gradio: pip install '.[demo]' in a clone. The default model is tiny; it reads printed
-    codes and understands spoken digits.
+    Needs the extra "demo". The default model is tiny; it reads printed codes and understands spoken
+    digits.
     """
     KVPolicy.preset(policy)
     parse_bytes("--kv-budget", kv_budget)
-    if importlib.util.find_spec("gradio") is None:
-        raise InputError(
-            "the demo requires gradio: run pip install '.[demo]' in a clone of the repository"
-        )
+    require("demo", "demo", "gradio", "markdown_it", "python_multipart", "webrtcvad")
     check_source(model)
     options.use_one_thread(model)
     terminal.quiet_transformers()

@@ -24,12 +24,14 @@ from oscar_mm.apps.server_process import (
     url,
 )
 from oscar_mm.errors import InputError, shown
+from oscar_mm.extras import require
 from oscar_mm.models import MAX_NAME, is_name
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 _PREFIXES = "1GB"
 """Default size of the prefix cache if --kv-budget is not set."""
+_PACKAGES = "fastapi", "prometheus_client", "python_multipart", "uvicorn", "webrtcvad", "wsproto"
 _LEVELS = ("info", "warning", "error")
 _RELEASE_S = 2.0
 """Maximum seconds to wait for the engine to finish its step after the server has stopped."""
@@ -197,18 +199,7 @@ def serve(
         _serve_with_vllm(model, policy, host, port, given, passed or (), key)
     if passed:
         raise InputError(f"{passed[0]!r} is unexpected: only --engine vllm accepts such arguments")
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import python_multipart  # noqa: F401
-        import uvicorn  # noqa: F401
-        import webrtcvad  # noqa: F401
-        import wsproto  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"serve requires the {error.name} package: run pip install '.[serve]' in a clone of "
-            "the repository"
-        ) from None
+    require("serve", "serve", *_PACKAGES)
     sockets = bind(host, port)
     model = options.model_or_bundled(model, supports_audio=True)
     name, *others = dict.fromkeys(served_model_name or [model])

@@ -1,6 +1,5 @@
 """vLLM's OpenAI server with this package's KV cache: its command line and its start."""
 
-import importlib.util
 import json
 import math
 import os
@@ -9,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from oscar_mm.errors import InputError
+from oscar_mm.extras import require
 from oscar_mm.models import source_of
 from oscar_mm.policy import PAGE_TOKENS
 from oscar_mm.vllm_plugin import additional_config, servable
@@ -117,11 +117,7 @@ def check_installed() -> None:
     Raises:
         InputError: if vLLM is not installed; the message contains the command that installs it.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise InputError(
-            "--engine vllm requires the vllm package: run pip install '.[vllm]' in a clone of the "
-            "repository"
-        )
+    require("--engine vllm", "vllm", "vllm")
 
 
 def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[str], dict[str, str]]:

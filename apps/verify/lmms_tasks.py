@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.errors import InputError, suggestion
+from oscar_mm.extras import require
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -20,11 +20,7 @@ def check(names: list[str]) -> None:
     """
     if not names:
         return
-    if find_spec("lmms_eval") is None:
-        raise InputError(
-            f"--tasks {','.join(names)}: lmms-eval is not installed; run pip install lmms-eval, or "
-            "leave --tasks out"
-        )
+    require("--tasks", "lmms-eval", "lmms_eval")
     known = _manager().all_tasks
     for name in names:
         if name not in known:

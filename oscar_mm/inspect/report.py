@@ -12,7 +12,6 @@ from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from oscar_mm.errors import InputError
 from oscar_mm.inspect.inspection import LONG, Inspection
 from oscar_mm.inspect.quantization_errors import ALL, PAIRS, QUERY_TOKENS, VARIANTS
 
@@ -303,21 +302,6 @@ def _table(table: Table) -> str:
         f'<div class="wide"><table><caption>{escape(table.title)}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
-
-
-def require_matplotlib() -> None:
-    """Check that matplotlib is installed.
-
-    Raises:
-        InputError: if it is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "plots require matplotlib: run pip install '.[plots]' in a clone of the repository, or "
-            "omit --out to print only the tables"
-        ) from None
 
 
 def png(inspection: Inspection, title: str) -> bytes:

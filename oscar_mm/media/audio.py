@@ -13,6 +13,7 @@ import numpy as np
 from av.error import FFmpegError, InvalidDataError
 
 from oscar_mm.errors import InputError
+from oscar_mm.extras import require
 from oscar_mm.media.limits import MediaCount, MediaLimits
 from oscar_mm.media.resample import RATE, Audio, Mono, MonoPiece
 from oscar_mm.media.source import (
@@ -189,14 +190,7 @@ def clip_sound(
 
 
 def _require_packages(label: str) -> None:
-    try:
-        import soundfile  # noqa: F401
-        import soxr  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"{label}: audio requires the {error.name} package: run pip install '.[audio]' in a "
-            "clone of the repository"
-        ) from error
+    require(f"{label}: audio", "audio", "soundfile", "soxr")
 
 
 def _pair(source: tuple, label: str) -> tuple[np.ndarray, int]:

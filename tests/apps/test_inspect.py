@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from oscar_mm.cli import run
+from oscar_mm.extras import install_command
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
 
@@ -110,5 +111,5 @@ def test_plots_are_missed_before_the_model_loads(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"
     assert run(["inspect", pictures[0], "-m", "no/model", "--out", str(out)]) == 2
-    assert "pip install '.[plots]'" in capsys.readouterr().err
+    assert install_command("plots") in capsys.readouterr().err
     assert not out.exists()

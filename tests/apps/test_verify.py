@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import oscar_mm
 from oscar_mm.apps.verify import lmms_tasks
 from oscar_mm.apps.verify.command import policies_of
 from oscar_mm.cli import run
+from oscar_mm.extras import install_command
 from oscar_mm.models import SAMPLES
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.policy import KVPolicy
@@ -157,10 +159,11 @@ def test_results_do_not_replace_the_questions_or_their_media(tmp_path: Path, cap
 
 
 def test_tasks_need_lmms_eval(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr("oscar_mm.apps.verify.lmms_tasks.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "lmms_eval", None)
     assert run(["verify", "--model", "pocket-vl", "--tasks", "ocrbench, mmmu_val"]) == 2
     said = capsys.readouterr().err
-    assert "--tasks ocrbench,mmmu_val: lmms-eval is not installed; run pip install" in said
+    assert "--tasks requires the lmms_eval package" in said
+    assert install_command("lmms-eval") in said
 
 
 def test_a_task_or_timing_that_fails_leaves_the_other_results(

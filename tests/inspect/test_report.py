@@ -3,7 +3,6 @@
 import base64
 import io
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from oscar_mm import InputError
 from oscar_mm.inspect.inspection import Inspection
-from oscar_mm.inspect.report import details, findings, page, png, require_matplotlib, tables
+from oscar_mm.inspect.report import details, findings, page, png, tables
 from tests.inspect.synthetic import inspection
 
 
@@ -134,10 +132,3 @@ def test_page_needs_nothing_else(found, picture) -> None:
     assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == picture
     assert not re.search(r"https?://|<script|url\(|@import", text)
     assert "&lt;b&gt;model" in text and "Verdict &lt;1&gt;" in text and "<b>" not in text
-
-
-def test_without_matplotlib(monkeypatch) -> None:
-    require_matplotlib()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InputError, match=r"pip install '\.\[plots\]'"):
-        require_matplotlib()

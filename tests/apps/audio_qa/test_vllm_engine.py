@@ -18,6 +18,7 @@ from oscar_mm.apps.audio_qa.engine import AnswerSettings
 from oscar_mm.apps.audio_qa.results import print_summary
 from oscar_mm.apps.audio_qa.server_worker import VllmSettings
 from oscar_mm.cli import run
+from oscar_mm.extras import install_command
 from tests.apps.audio_qa.conftest import read_lines, write_lines
 from tests.apps.audio_qa.test_server_worker import MEDIA, clips
 from tests.processes import ROOT, Forked, command
@@ -235,7 +236,7 @@ def command_importing(folder: str, *words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "--engine vllm requires the vllm package: run pip install '.[vllm]' in a clone"),
+        ([], f"--engine vllm requires the vllm package: run {install_command('vllm')}"),
         (["--batch-size", "4"], "engine vllm: batch_size: only supported without a server"),
         (["--device", "cpu"], "engine vllm: device: only"),
         (["--policy", "channel"], "policy channel has key_axis='channel'"),

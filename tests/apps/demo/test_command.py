@@ -1,9 +1,9 @@
 """oscar-mm demo: what it needs, what it refuses, and that it serves until Ctrl-C."""
 
-import importlib.util
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ import pytest
 from oscar_mm.apps.demo import server
 from oscar_mm.apps.demo.command import DEFAULT_MODEL
 from oscar_mm.cli import run
+from oscar_mm.extras import install_command
 from oscar_mm.models import BUNDLED
 from tests.apps.demo.test_server import WHERE, call, free_port, join, upload
 from tests.processes import Forked, command
@@ -27,13 +28,12 @@ def test_the_default_is_a_bundled_model() -> None:
     assert DEFAULT_MODEL in BUNDLED
 
 
-def test_without_gradio_it_says_what_to_install(monkeypatch, capsys) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "gradio" else find(name)
-    )
+@pytest.mark.parametrize("module", ["gradio", "markdown_it", "webrtcvad"])
+def test_without_its_packages_it_says_what_to_install(module, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
     assert run(["demo"]) == 2
-    assert "pip install '.[demo]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"demo requires the {module} package" in said and install_command("demo") in said
 
 
 @pytest.mark.parametrize(
