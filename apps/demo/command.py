@@ -62,7 +62,7 @@ def demo(
     """
     KVPolicy.preset(policy)
     parse_bytes("--kv-budget", kv_budget)
-    require("demo", "demo", "gradio", "markdown_it", "python_multipart", "webrtcvad")
+    require("demo", "demo", "gradio", "markdown_it", "python_multipart", "webrtcvad", "wsproto")
     check_source(model)
     options.use_one_thread(model)
     terminal.quiet_transformers()

@@ -28,7 +28,7 @@ def test_the_default_is_a_bundled_model() -> None:
     assert DEFAULT_MODEL in BUNDLED
 
 
-@pytest.mark.parametrize("module", ["gradio", "markdown_it", "webrtcvad"])
+@pytest.mark.parametrize("module", ["gradio", "markdown_it", "wsproto"])
 def test_without_its_packages_it_says_what_to_install(module, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     assert run(["demo"]) == 2
