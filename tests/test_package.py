@@ -169,5 +169,6 @@ def test_versions_with_known_holes_are_not_installed(
     assert any(not one.specifier.contains(with_holes) for one in found)
 
 
-def test_serve_brings_the_audio_packages_of_its_default_model() -> None:
-    assert {"soundfile", "soxr"} <= {one.name for one in requirements("serve")}
+@pytest.mark.parametrize("extra", ["demo", "serve"])
+def test_an_extra_brings_the_audio_packages_of_its_default_model(extra: str) -> None:
+    assert {"soundfile", "soxr"} <= {one.name for one in requirements(extra)}
