@@ -107,11 +107,12 @@ def write_movie(
     rate: int = 8,
     times: Sequence[float] | None = None,
     late: float = 0.0,
+    codec: str = "mpeg4",
 ) -> Path:
     """(T, H, W, 3) frames at ``rate`` a second or at ``times`` in seconds, with sound that begins
     ``late``, or silent."""
     with av.open(str(path), "w") as container:
-        video = container.add_stream("mpeg4", rate=rate)
+        video = container.add_stream(codec, rate=rate)
         video.height, video.width, video.pix_fmt = *frames.shape[1:3], "yuv420p"
         sound = recording and _Sound(container, "aac", 48_000, "mono")
         if times:

@@ -67,6 +67,7 @@ const follow = (now) => {
 const play = async (key) => {
   quiet();
   caption.textContent = '';
+  if (!key) return;
   const leaving = new AbortController();
   const now = {key, leaving, context: null, next: 0, seconds: 0, marks: [], text: null, timer: 0};
   playing = now;
@@ -98,7 +99,7 @@ QUIET = """document.querySelector('#voice .voice')?.parentElement
 """Expression that silences the player."""
 PLAY_SCRIPT = """(key) => { document.querySelector('#voice .voice').parentElement
   .dispatchEvent(new CustomEvent('play', {detail: key})); }"""
-"""Function that plays the speech with a key."""
+"""Function that plays the speech with a key; "" only ends the one before."""
 
 
 def in_16_bit(samples: np.ndarray) -> np.ndarray:

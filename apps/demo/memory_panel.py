@@ -106,8 +106,7 @@ def memory_panel(
         packs: whether the policy packs any tokens.
     """
     now = curve.last
-    speed = f"{timings.tokens_per_s:.0f}" if timings and timings.tokens_per_s else "-"
-    wait = f"{timings.prefill_s:.2f} s" if timings else "-"
+    speed, wait = _speed_and_wait(timings)
     tiles = "".join(
         f'<div class="tile"><dt>{escape(name)}</dt>'
         f"<dd>{escape(value)}</dd><dd><small>{escape(note)}</small></dd></div>"
@@ -237,14 +236,20 @@ def comparison_view(session: Session) -> str:
 
 
 def _card(name: str, chat: MeasuredChat) -> str:
-    speed, wait = "-", "-"
-    if chat.timings:
-        speed, wait = f"{chat.timings.tokens_per_s or 0:.0f}", f"{chat.timings.prefill_s:.2f} s"
+    speed, wait = _speed_and_wait(chat.timings)
     used = format_bytes(chat.curve.last.used_bytes)
     return (
         f"<section><h2>{escape(name)}</h2><p><b>{used}</b></p>"
         f"<footer>{speed} tokens/s, first token {wait}</footer></section>"
     )
+
+
+def _speed_and_wait(timings: Timings | None) -> tuple[str, str]:
+    """Return tokens per second and seconds to the first token, or "-"; one token has no speed."""
+    if timings is None:
+        return "-", "-"
+    speed = f"{timings.tokens_per_s:.0f}" if timings.tokens_per_s else "-"
+    return speed, f"{timings.prefill_s:.2f} s"
 
 
 def _pair(turn: Exchange, is_complete: bool) -> str:

@@ -204,6 +204,7 @@ def _talk_parts(handlers: Handlers) -> dict[str, Any]:
             label="Answer",
             interactive=False,
             visible=speaks,
+            buttons=["download"],
             waveform_options=gr.WaveformOptions(show_recording_waveform=False),
             elem_id="spoken",
         )
@@ -376,7 +377,9 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         )
         speech.change(None, speech, None, js=live_speech.PLAY_SCRIPT, **private)
         parts["stop"].click(None, None, None, js=f"() => {{ {live_speech.QUIET}; }}", **private)
-        parts["voice"].input(handlers.keep_heard, scenario, all_outputs, **private)
+        kept = parts["voice"].input(handlers.keep_heard, scenario, all_outputs, **private)
+        # The last update of the answer itself may come after that.
+        kept.success(handlers.follow, scenario, all_outputs, **answer)
         told = gr.Textbox(label="Heard", visible="hidden")
         hands = parts["hands"]
         heard = hands.input(handlers.hear, None, told, **private)
@@ -428,6 +431,9 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
     follow.click(handlers.follow, scenario, all_outputs, **answer)
     parts["fork"].click(handlers.fork, scenario, moved, **private)
     address.change(None, address, None, js=_ADDRESS_SCRIPT, **private)
+    if "spoken" in parts:
+        spoken = [parts["spoken"], parts["speech"]]
+        address.change(lambda: (None, ""), None, spoken, **private)
     _wire_list(handlers, parts, address, private)
     page.unload(handlers.leave)
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _PATIENCE_S = 60
 _MAX_REFUSED, _SHOWN_CHARACTERS = 20, 4000
 """Maximum number of refused messages in the transcript, and of characters in each message."""
+_MUTE = "Not spoken: only text was written about earlier media; a new chat speaks"
+"""Hint where the talker has not heard the media of an earlier turn."""
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
 
@@ -207,6 +209,7 @@ class Session:
         hints = (
             media_hint(exchange.question, self.conversation.segments),
             self.sessions.card.hint(exchange.question),
+            _MUTE if exchange.is_mute else "",
         )
         exchange.hint = ". ".join(filter(None, hints))
 
@@ -219,7 +222,10 @@ class Session:
 
     def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
         # The answer with a 16-bit cache is only read.
-        speaks = exchange.is_talk and chat is self.conversation and chat.chat.can_speak
+        is_spoken = exchange.is_talk and chat is self.conversation
+        speaks = is_spoken and chat.chat.can_speak
+        if is_spoken and not speaks and chat.chat.pipe.family.talker is not None:
+            exchange.is_mute = True
         options = exchange.options | ({"speak": True} if speaks else {})
         asked = exchange.question, exchange.media, options, self._stop, _placed(exchange)
         return chat.answer(*asked, self.aloud if speaks else None)

@@ -99,6 +99,10 @@ if (!box.dataset.away) {
     pressed.setAttribute('aria-pressed', 'true');
     sound = new Audio(button.dataset.sound);
     sound.addEventListener('ended', silence);
+    sound.addEventListener('error', () => {
+      silence();
+      offer(button, button.dataset.sound, button.firstElementChild);
+    });
     sound.play().catch(silence);
   });
   const end = document.createElement('button');
@@ -119,8 +123,20 @@ if (!box.dataset.away) {
   large.innerHTML =
     '<form method="dialog"><button aria-label="Close">&times;</button></form><div></div>';
   box.after(large);
+  const offer = (element, href, picture) => {
+    const link = Object.assign(document.createElement('a'), {href, download: ''});
+    const text = 'This browser cannot play it: click to save the file';
+    link.append(picture, Object.assign(document.createElement('small'), {textContent: text}));
+    link.className = 'unplayable';
+    element.replaceWith(link);
+  };
+  box.addEventListener('error', ({target}) => {
+    if (target.error?.code !== MediaError.MEDIA_ERR_SRC_NOT_SUPPORTED) return;
+    const picture = Object.assign(new Image(), {src: target.poster, alt: target.ariaLabel});
+    offer(target, target.src, picture);
+  }, true);
   box.addEventListener('click', (event) => {
-    const link = event.target.closest('.media a');
+    const link = event.target.closest('.media a:not([download])');
     if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
     large.setAttribute('aria-label', link.title);
@@ -133,7 +149,8 @@ if (!box.dataset.away) {
 """
 """Script that keeps the end of the transcript in view unless the visitor has scrolled up since the
 latest question, and then shows a button that leads there; disables buttons that would do nothing;
-copies answers; shows pictures in full size; and plays one recording at a time."""
+copies answers; shows pictures in full size; plays one recording at a time; and offers what the
+browser cannot play as a file."""
 
 
 class _Renderer(RendererHTML):
@@ -171,6 +188,7 @@ class Exchange:
         options: sampling options for the answer.
         is_talk: whether the question is a recording of the visitor, which needs no text.
         speech: key of the answer's speech; "" if it is not spoken.
+        is_mute: whether the model speaks, but could not speak this answer.
         reasoning: a thinking model's reasoning so far.
         answer: text of the answer so far.
         baseline: text of the answer with a 16-bit cache so far; None if there is no comparison.
@@ -188,6 +206,7 @@ class Exchange:
     options: dict[str, Any] = field(default_factory=dict)
     is_talk: bool = False
     speech: str = ""
+    is_mute: bool = False
     reasoning: str = ""
     answer: str = ""
     baseline: str | None = None

@@ -18,6 +18,7 @@ from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.server_process import bind
 from tests.apps.demo.conftest import COMPACT
 from tests.prompts import noise
+from tests.recordings import write_movie
 
 pytest.importorskip("selenium")
 pytest.importorskip("selenium_axe_python")
@@ -42,6 +43,11 @@ for (; element; element = element.parentElement) {
 }
 return there;
 """
+LISTEN = """
+const Sound = window.Audio;
+window.Audio = function (source) { return window.heard = new Sound(source); };
+"""
+"""Script that keeps the sound that plays next as ``heard``."""
 TOKENS = 160
 """Tokens of each answer, enough to watch it grow."""
 
@@ -147,9 +153,11 @@ def test_a_file_with_sound_and_a_recording_of_the_microphone(browser, served, up
     browser.ask("What do you hear?", uploads / "tone.wav")
     assert len(browser.all("#history .clip .play")) == 1
     [play] = browser.all("#history .clip .play")
+    browser.run(LISTEN)
     browser.run("arguments[0].click()", play)
     assert play.get_attribute("aria-pressed") == "true"
     browser.wait(lambda: play.get_attribute("aria-pressed") == "false", "the end of the sound")
+    assert browser.run("return heard.currentTime") == pytest.approx(1.0, abs=0.05)
     assert "waveform of tone.wav" in browser.run(
         "return document.querySelector('#segments').innerHTML"
     )
@@ -166,6 +174,44 @@ def test_a_file_with_sound_and_a_recording_of_the_microphone(browser, served, up
     session = newest(served)
     assert [one.kind for one in session.exchanges[1].previews] == ["clip"]
     assert session.exchanges[1].counts
+
+
+def test_videos_play_or_are_offered_as_files(browser, uploads, tmp_path) -> None:
+    """Browsers play H.264 and VP9, but not MPEG-4 Part 2, which a model sees all the same."""
+    pictures = noise(48, 64)[None].repeat(12, 0)
+    written = write_movie(tmp_path / "vp9.webm", pictures, None, codec="libvpx-vp9")
+    browser.ask("What is it?", written, uploads / "clip.mp4")
+    assert len(browser.all("#history video")) == 2
+    for place in range(2):
+        script = "document.querySelectorAll('#history video')[arguments[0]].play().catch(() => {})"
+        browser.run(script, place)
+    browser.wait(lambda: browser.all("#history .unplayable img[alt='clip.mp4']"), "the offer")
+    [video] = browser.all("#history video")
+    browser.wait(lambda: browser.run("return arguments[0].ended", video), "the end of the video")
+    assert browser.run("return arguments[0].currentTime", video) == pytest.approx(1.5, abs=0.05)
+    [link] = browser.all("#history .unplayable")
+    fetched = "return fetch(arguments[0].href).then(one => one.blob()).then(one => one.size)"
+    assert browser.run(fetched, link) == (uploads / "clip.mp4").stat().st_size
+    assert browser.accessibility_violations() == [] and browser.faint_texts() == []
+
+
+def test_a_sound_that_cannot_be_played_is_offered_as_a_file(browser, uploads) -> None:
+    browser.ask("What do you hear?", uploads / "tone.wav")
+    [play] = browser.all("#history .clip .play")
+    browser.run("arguments[0].dataset.sound = 'data:audio/aiff;base64,Rk9STQ=='", play)
+    browser.run("arguments[0].click()", play)
+    browser.wait(lambda: browser.all("#history .clip .unplayable .waveform"), "the offer")
+
+
+def test_all_tabs_leave_the_page_as_wide(browser) -> None:
+    set_length(browser, 6)
+    browser.ask("What is it?")
+    width = "return document.querySelector('#columns').getBoundingClientRect().width"
+    found = set()
+    for tab in ("Chats", "Compare", "Why", "Settings", "Memory"):
+        browser.press(tab)
+        found.add(browser.run(width))
+    assert len(found) == 1 and min(found) > 1200
 
 
 def test_forget(browser, uploads) -> None:
@@ -472,9 +518,15 @@ def test_screen_readers_and_weak_eyes_make_sense_of_the_page(served, uploads, si
         window.say("<|im_end|>")
         window.wait(lambda: window.text("#history [role=alert]"), "the refusal")
         window.show(uploads / "0.png")
-        for tab in ("Compare", "Why", "Settings", "Memory"):
+        for tab in ("Chats", "Compare", "Why", "Settings", "Memory"):
             window.press(tab)
             check(tab)
+        window.press("Talk")
+        check("Talk")
+        click_when_there(window, "#microphone .record-button")
+        window.wait(lambda: window.all("#microphone time"), "the recording")
+        check("recording")
+        window.press("Talk")
         window.press("Compare")
         # A new chat keeps the settings of the example, which compares.
         assert window.run("return document.querySelector('#side input[type=checkbox]').checked")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -156,6 +157,8 @@ def test_both_answers_to_every_question_are_compared(session, uploads) -> None:
     for chat in (session.conversation, session.baseline):
         assert f"<b>{format_bytes(chat.curve.last.used_bytes)}</b>" in html
         assert f"{chat.timings.tokens_per_s:.0f} tokens/s" in html
+    session.baseline.timings = replace(session.baseline.timings, tokens_per_s=0.0)
+    assert "<footer>- tokens/s" in comparison_view(session)
     assert "too short to benefit" in html
     session.undo()
     assert "Second?" not in comparison_view(session)

@@ -46,10 +46,13 @@ def test_answers_are_spoken_unless_the_talker_missed_media(talking, uploads) -> 
     for _ in range(2):
         rate, samples = talked(session, uploads / "tone.wav")
         assert rate == 24_000 and len(samples) and samples.dtype == np.float32
+        assert "Not spoken" not in session.exchanges[-1].hint
     for _ in session.ask("And this?", [uploads / "0.png"], max_new_tokens=9):
         pass
     assert session.conversation.speech is None
+    assert "Not spoken" not in session.exchanges[-1].hint
     assert talked(session, uploads / "tone.wav") is None
+    assert "Not spoken" in session.exchanges[-1].hint
 
 
 def test_the_page_gets_the_text_first_and_then_the_speech(
