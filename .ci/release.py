@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from datetime import date
 from pathlib import Path
 from shutil import rmtree
@@ -59,13 +60,25 @@ def check(text: str, module: str, changelog: str) -> None:
 def build() -> Path:
     """Build and check dist/, and return the wheel.
 
-    The wheel is built from the sdist, so a file that the sdist lacks is missing in both.
+    The wheel is built from the sdist, so a file that the sdist lacks is missing in both. A wheel
+    that is built from the clone lacks none: tests/test_package.py.
     """
     rmtree(DIST, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", DIST)
     run(sys.executable, "-m", "twine", "check", "--strict", *DIST.iterdir())
     [wheel] = DIST.glob("*.whl")
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", folder)
+        [whole] = Path(folder).glob("*.whl")
+        if missing := names(whole) - names(wheel):
+            sys.exit(f"release: the sdist lacks {', '.join(sorted(missing))}")
     return wheel
+
+
+def names(wheel: Path) -> set[str]:
+    """Return the names of a wheel's files."""
+    with zipfile.ZipFile(wheel) as file:
+        return set(file.namelist())
 
 
 def try_out(wheel: Path, version: str) -> None:
@@ -87,7 +100,7 @@ def main(version: str) -> None:
     """Make the release."""
     module, changelog = MODULE.read_text(), CHANGELOG.read_text()
     check(version, module, changelog)
-    dated = f"## [{version}] - {date.today()}\n"
+    dated = f"{UNRELEASED}\n## [{version}] - {date.today()}\n"
     try:
         MODULE.write_text(re.sub(r'(?m)^__version__ = ".*"$', f'__version__ = "{version}"', module))
         CHANGELOG.write_text(changelog.replace(UNRELEASED, dated, 1))
