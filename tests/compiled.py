@@ -1,7 +1,8 @@
 """Compilation in tests: reports of kernels, for tests that need them to compile, and no GPU.
 
 NVRTC takes about a second for each, and gives the same for the same texts. So a file keeps the
-report under the hash of all that it depends on: kernels that have changed are compiled again.
+report under the hash of all that it depends on, for all clones of a user: kernels that have changed
+are compiled again.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import pytest
 
 from oscar_mm.kernels import compile
 
-FOLDER = Path(__file__).parents[1] / ".cache" / "kernels"
+FOLDER = (compile.cache_folder() or Path(__file__).parents[1] / ".cache") / "tests"
 ALL = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 _USUAL = ("sm_80", "sm_90a")
 
