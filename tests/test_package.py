@@ -152,6 +152,7 @@ def requirements(extra: str | None = None) -> list[Requirement]:
         (None, "pillow", "12.2.0"),
         ("demo", "av", "17.0.1"),
         ("serve", "av", "17.0.1"),
+        ("demo", "soundfile", "0.12.1"),
         ("audio", "soundfile", "0.12.1"),
         ("batch", "ray", "2.55.1"),
         ("demo", "starlette", "1.0.0"),
