@@ -23,7 +23,7 @@ from tests.apps.demo.browser import Browser, browsers
 from tests.apps.demo.test_browser import click_when_there, held, newest, set_length
 
 pytestmark = [
-    pytest.mark.browser,
+    pytest.mark.soak,
     pytest.mark.skipif(browsers() is None, reason="no chromium and chromedriver here"),
 ]
 
