@@ -7,9 +7,10 @@ sinks (``s_aux``) of some models; here they count.
 
 Importing this module registers two functions under this name: the attention function and the mask
 function. Transformers calls the mask function before all layers, once per forward pass and layer
-type; without one, it would silently drop the padding mask. If the model needs more than causal
-attention (windows, chunks, images with bidirectional attention), or masks cached tokens, the mask
-is built and the past is unpacked, one layer at a time.
+type; without one, it would silently drop the padding mask. In sliding windows, one new token reads
+from pages what its window contains, and for several tokens, what their windows contain is unpacked.
+If the model needs more than that (chunks, images with bidirectional attention), or masks cached
+tokens, the mask is built and the past is unpacked, one layer at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from oscar_mm.errors import InputError
 from oscar_mm.ops.sinks import with_sink_key
+from oscar_mm.ops.window_mask import window_mask
 from oscar_mm.torch_modes import eager
 
 IMPLEMENTATION = "oscar"
@@ -29,6 +31,10 @@ _SDPA = "sdpa"
 _UNSUPPORTED = ("softcap", "position_bias")
 """Arguments of some models' attention that change the result; attention to pages does not support
 them."""
+_UNEQUAL = (
+    "local attention to {:,} tokens, which is no sliding window of the model's configuration, in a "
+    "batch of rows that differ in length: pass each row alone"
+)
 
 
 def attend(
@@ -98,6 +104,7 @@ def mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """Build a mask for transformers' AttentionMaskInterface, and pass padding to the cache.
@@ -111,18 +118,28 @@ def mask(
         local_size: number of tokens in a window or a chunk.
         allow_is_causal_skip: whether the mask, apart from padding, is causal up to ``local_size``
             tokens.
+        config: configuration of the decoder.
 
     Returns:
-        (batch, 1, new tokens, all tokens) bool; None for plain causal attention.
+        (batch, 1, new tokens, all tokens) bool; None for plain causal attention. For the sliding
+        windows of an ``OscarCache``, see ``oscar_mm.ops.window_mask``; one new token has such a
+        mask even if the window has all tokens, since rows may differ in length.
 
     Raises:
         InputError: if ``attention_mask`` covers neither just the new tokens nor all tokens.
+        NotImplementedError: if the rows of the cache need different masks.
     """
     cache = getattr(kv_length, "cache", None)
     if cache is not None:
         kv_length, attention_mask, hides = _announced(cache, attention_mask, q_length, kv_length)
-        causal = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
-        if causal and not hides:
+        is_plain = allow_is_causal_skip and not hides
+        if local_size is not None:
+            slides = is_plain and cache.reads_windows and _slides(config, local_size)
+            if cache.rows_differ and not (slides and q_length == 1):
+                raise NotImplementedError(_UNEQUAL.format(local_size))
+            if slides and (q_length == 1 or kv_length > local_size):
+                return window_mask(local_size, kwargs.get("device"))
+        if is_plain and (local_size is None or kv_length <= local_size):
             return None
         # If skipping were allowed, sdpa's mask function could return None, which means causal
         # attention.
@@ -136,8 +153,15 @@ def mask(
         attention_mask=attention_mask,
         local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip,
+        config=config,
         **kwargs,
     )
+
+
+def _slides(config: Any, local_size: int) -> bool:
+    """Return whether the local attention of a decoder is a sliding window, not a chunk."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    return getattr(config, "sliding_window", None) == local_size != chunk
 
 
 @eager

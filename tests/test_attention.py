@@ -173,30 +173,61 @@ def test_sliding_window(policy: str, window: int) -> None:
     check_chunk(cache, chunk(1, 20, batch=2), ids=new, past_real=ids != PADDING, window=window)
 
 
+@pytest.mark.parametrize("policy", ["standard", "bf16"])
+@pytest.mark.parametrize("window", [100, 600])
+def test_windows_of_many_tokens_are_read_in_blocks(
+    policy: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the past, only what is in a window is unpacked."""
+    ids = left_padded(random_ids(3, 400, 300, 600), 1300, 700)
+    cache, read, masks = OscarCache(policy), list[int](), list[torch.Size]()
+    unpacked, masked = layer_module.OscarLayer.unpacked, paged_attention._masked
+
+    def recorded(layer: Any, rows: Any, length: int, *dtype: Any) -> Any:
+        read.append(length)
+        return unpacked(layer, rows, length, *dtype)
+
+    def noted(*states: Any) -> torch.Tensor:
+        masks.append(states[3].shape[2:])
+        return masked(*states)
+
+    monkeypatch.setattr(paged_attention, "_masked", noted)
+    check_chunk(cache, chunk(0, 1300, batch=2), ids=ids, window=window)
+    monkeypatch.setattr(layer_module.OscarLayer, "unpacked", recorded)
+    new, real = torch.zeros(2, 1250, dtype=torch.int64), ids != PADDING
+    check_chunk(cache, chunk(1, 1250, batch=2), ids=new, past_real=real, window=window)
+    assert read == [1300, window - 1]  # The first for the comparison.
+    assert len(masks) == 6 and all(keys < queries + window for queries, keys in masks)
+
+
 @pytest.mark.parametrize("policy", ["standard", "channel", "bf16"])
-@pytest.mark.parametrize("window", [2, 50, 200, 420])
+@pytest.mark.parametrize("window", [1, 2, 50, 200, 420])
 def test_a_token_reads_only_what_its_window_has(
     policy: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without unpacking the past, whatever the modalities and the padding of the rows."""
     ids = left_padded(random_ids(3, 100, 300), 400, 250)
-    cache, read = OscarCache(policy), list[list[int] | None]()
+    cache, read = OscarCache(policy), list[int]()
     check_chunk(cache, chunk(0, 400, batch=2), ids=ids, window=window)
     monkeypatch.setattr(layer_module.OscarLayer, "with_past", None)
-    latest = LayerCall._latest
+    monkeypatch.setattr(LayerCall, "_inside", None)
+    latest = SequenceTable.latest
 
-    def recorded(self: LayerCall, visible: torch.Tensor) -> list[SequenceTable] | None:
-        rows = latest(self, visible)
-        read.append(None if rows is None else [row.stored for row in rows])
-        return rows
+    def recorded(self: SequenceTable, count: int) -> SequenceTable:
+        table = latest(self, count)
+        tokens = [stream.tokens for stream in table.streams.values()]
+        assert table.stored == sum(tokens)
+        read.append(table.stored)
+        return table
 
-    monkeypatch.setattr(LayerCall, "_latest", recorded)
+    monkeypatch.setattr(SequenceTable, "latest", recorded)
     past_real = ids != PADDING
     for seed in range(1, 4):
         new = torch.zeros(2, 1, dtype=torch.int64)
         check_chunk(cache, chunk(seed, 1, batch=2), ids=new, past_real=past_real, window=window)
-        inside = past_real[:, -window + 1 :].sum(1).tolist()
-        assert read[seed - 1 :] == ([inside] if window < 400 else [])
+        first = max(0, past_real.shape[1] - window + 1)
+        assert read == past_real[:, first:].sum(1).tolist()
+        read.clear()
         past_real = torch.cat([past_real, torch.ones(2, 1, dtype=torch.bool)], dim=1)
 
 

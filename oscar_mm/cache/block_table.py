@@ -369,13 +369,19 @@ class ModalityTable:
             self.stops = (*self.stops[:-1], self.stops[-1] - count)
         return list(pages), slots
 
-    def without_first(self, count: int) -> ModalityTable:
-        """Return a copy without the first ``count`` tokens, for reading only: it owns no slots."""
-        twin, packed = self.copy(), min(count, self.packed)
-        if packed:
-            twin.cut_pages(0, packed)
-        twin.slots = twin.slots[count - packed :]
-        return twin
+    def latest(self, count: int) -> ModalityTable:
+        """Return a table of the last ``count`` tokens, for reading only: it owns no slots."""
+        slots = self.slots[max(0, len(self.slots) - count) :]
+        packed, first = count - len(slots), len(self.pages)
+        while packed > 0:
+            first -= 1
+            packed -= self.stops[first] - self.starts[first]
+        starts = self.starts[first:]
+        if packed < 0:  # The page has tokens before the first of these.
+            starts = (starts[0] - packed, *starts[1:])
+        return ModalityTable(
+            self.modality, self.bits, self.pages[first:], starts, self.stops[first:], slots
+        )
 
     def cut_pages(self, start: int, stop: int) -> tuple[list[int], list[int]]:
         """Remove the packed tokens start to stop - 1 of the stream.
@@ -475,8 +481,8 @@ class SequenceTable:
     """Block table of one row of the batch: its streams, and which stream each token is in.
 
     While decode steps are planned for many rows at once (``SteadyRows``), the table lags behind.
-    Reading or setting any attribute but ``deferred`` and ``length`` first adds the missing tokens
-    to the table, and so ends these steps; ``peek`` does not end them.
+    Reading or setting any attribute but ``deferred``, ``end`` and ``length`` first adds the missing
+    tokens to the table, and so ends these steps; ``peek`` does not end them.
 
     Attributes:
         codes: stream code of every token.
@@ -489,9 +495,11 @@ class SequenceTable:
             not write to a slot that one of its own steps empties, because that step may be
             rejected, and its token then is still in the slot.
         deferred: steps that are not in the table yet; None if the table is complete.
+        end: number of tokens at the time of a snapshot (``before``), whose codes may have grown
+            since; None for other tables.
     """
 
-    __slots__ = ("_codes", "_spare", "_stored", "_streams", "deferred", "keeps")
+    __slots__ = ("_codes", "_spare", "_stored", "_streams", "deferred", "end", "keeps")
     codes: bytearray = _with_all_steps("_codes")
     streams: dict[int, ModalityTable] = _with_all_steps("_streams")
     stored: int = _with_all_steps("_stored")
@@ -505,6 +513,7 @@ class SequenceTable:
         spare: list[int] | None = None,
     ) -> None:
         self.deferred: DeferredSteps | None = None
+        self.end: int | None = None
         self._codes = bytearray() if codes is None else codes
         self._streams = {} if streams is None else streams
         self._stored, self._spare = stored, [] if spare is None else spare
@@ -581,14 +590,13 @@ class SequenceTable:
         others = [stream for stream in self.streams.values() if stream is not text]
         return others if text is None else [*others, text]
 
-    def since(self, first: int) -> SequenceTable:
-        """Return a snapshot of the streams without the tokens before sequence index ``first``."""
-        streams = {}
-        for code, stream in self.streams.items():
-            count = int(np.searchsorted(self.positions(code), first))
-            streams[code] = stream.without_first(min(count, stream.tokens))
-        stored = sum(stream.tokens for stream in streams.values())
-        return SequenceTable(self.codes, streams, stored)
+    def latest(self, count: int) -> SequenceTable:
+        """Return a table of the last ``count`` tokens, padding and forgotten ones counted, for
+        reading only: it owns no slots."""
+        end = len(self.codes) if self.end is None else self.end
+        codes = self.codes[max(0, end - count) : end]
+        streams = {code: stream.latest(codes.count(code)) for code, stream in self.streams.items()}
+        return SequenceTable(codes, streams, len(codes) - codes.count(NOWHERE))
 
     def before(self) -> SequenceTable:
         """Return a snapshot of the streams and the spare slots.
@@ -597,7 +605,9 @@ class SequenceTable:
         changes with a changed copy.
         """
         codes, streams, stored, spare = self.fields
-        return SequenceTable(codes, streams.copy(), stored, spare.copy())
+        snapshot = SequenceTable(codes, streams.copy(), stored, spare.copy())
+        snapshot.end = len(codes)
+        return snapshot
 
     def copy(self) -> SequenceTable:
         """Return a copy that shares all but the spare slots; the caller must add the owners."""

@@ -114,6 +114,8 @@ class OscarCache(Cache):
             divided among ranks.
     """
 
+    reads_windows = True
+    """Whether ``oscar_mm.ops.window_mask`` may stand for the mask of a pass."""
     layers: list[Any]
     """OscarLayers for layers with attention and LinearLayers for layers with linear attention."""
     step: StepPlan | None
@@ -755,6 +757,11 @@ class OscarCache(Cache):
         """Release all pages; the cache then accepts no more tokens. A second call has no effect."""
         self.reset()
         self.closed = True
+
+    @property
+    def rows_differ(self) -> bool:
+        """Whether the rows differ in length, as those of a ``BatchView`` may."""
+        return len({row.length for row in self.kv_manager.sequences}) > 1
 
     @property
     def batch_size(self) -> int:

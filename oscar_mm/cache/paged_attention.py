@@ -24,7 +24,7 @@ from oscar_mm.cache.varlen_attention import (
     can_attend_varlen,
     varlen_batches,
 )
-from oscar_mm.kernels.launch import multiprocessors
+from oscar_mm.kernels.launch import multiprocessors, refuse_capture
 from oscar_mm.modality import TwoWay
 from oscar_mm.ops.decode import (
     DecodeKernel,
@@ -37,11 +37,17 @@ from oscar_mm.ops.decode_tables import DecodeArguments, Tables, tables_of
 from oscar_mm.ops.decode_torch import MergedAttention, has_flash
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.sinks import with_sink_key
+from oscar_mm.ops.window_mask import window_of
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.torch_modes import eager
 
 TWO_WAY = "two_way_media"
 """Attribute of attention modules whose media tokens also attend to later ones: a ``TwoWay``."""
+_CONCATENATED = (
+    "a sliding window in a pass over the concatenated tokens of several rows: pass each row alone"
+)
+_MIN_BLOCK = 512
+"""Minimum number of tokens whose sliding windows are read together."""
 _PLANNED_TOKENS = 8192
 """Minimum prompt length in tokens for which torch may choose cuDNN, if our kernel does not take the
 prompt: cuDNN spends 38 ms planning for each new length (H200)."""
@@ -57,6 +63,7 @@ def attend_stored(
     inside: list[SequenceTable] | None = None,
     sinks: torch.Tensor | None = None,
     groups: Sequence[Sequence[Tokens]] = (),
+    window: int | None = None,
 ) -> torch.Tensor:
     """Compute attention of a chunk of new tokens over the past and, causally, over the chunk.
 
@@ -73,6 +80,8 @@ def attend_stored(
             default, the whole past.
         sinks: (query heads,) float32, see ``oscar_mm.ops.sinks``.
         groups: for each row, groups of tokens that also attend to later tokens of their group.
+        window: for a chunk of one token per row, size of the layer's sliding window in tokens, the
+            new one included; by default, it attends to the whole past.
 
     Returns:
         (batch, query heads, tokens, head_dim); 0 for queries that are padding.
@@ -83,14 +92,20 @@ def attend_stored(
     empty = not any(sequence.stored for sequence in step.past)
     if empty and step.real is None and step.lengths is None and not groups:
         return _causal(queries, keys, values, scaling, sinks)
-    chunk = _ChunkAttention(layer, step, queries, keys, values, scaling, inside, sinks, groups)
+    chunk = _ChunkAttention(
+        layer, step, queries, keys, values, scaling, inside, sinks, groups, window
+    )
     # A single new token is either padding or real, so its row's output can be masked afterwards.
     if step.lengths is not None:
         together = sinks is None and not groups and can_attend_varlen(queries)
         return chunk.varlen() if together else chunk.by_rows()
     new = keys.shape[2]
     fits = new == 1 or (step.real is None and new <= chunk.max_decoded(step.past))
-    return chunk.decoded() if fits and chunk.by_kernel else chunk.by_rows()
+    if fits and chunk.by_kernel:
+        return chunk.decoded()
+    # The copies to the device that rows need would not be part of a graph.
+    refuse_capture(f"attention of layer {layer.index} by rows", layer.device)
+    return chunk.by_rows()
 
 
 class _Plan(NamedTuple):
@@ -116,6 +131,7 @@ class _ChunkAttention:
     inside: list[SequenceTable] | None
     sinks: torch.Tensor | None
     groups: Sequence[Sequence[Tokens]]
+    window: int | None = None
 
     @property
     def by_kernel(self) -> bool:
@@ -179,7 +195,9 @@ class _ChunkAttention:
             formats = tuple(layer.formats.values())
             first, second, *_ = *layer.formats, None, None
             workers = multiprocessors(layer.device)
-            attention = AttentionShape((first, second), layer.kv_heads, columns, workers)
+            attention = AttentionShape(
+                (first, second), layer.kv_heads, columns, workers, self.window
+            )
             return _Plan(
                 formats,
                 tables(attention),
@@ -191,7 +209,7 @@ class _ChunkAttention:
 
         layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns, row)
         # The step keeps the lists, so that their ids differ.
-        return step.once((*layers_alike, id(self.inside)), make)
+        return step.once((*layers_alike, self.window, id(self.inside)), make)
 
     def varlen(self) -> torch.Tensor:
         """Attend in varlen batches: consecutive rows share a launch."""
@@ -259,9 +277,40 @@ class _ChunkAttention:
         """
         layer = self.layer
         past = (self.step.past if self.inside is None else self.inside)[row]
+        if self.window is not None:
+            past = past.latest(self.window - 1)
         make = partial(TokenPlaces.of, past.streams.values(), layer.device)
-        kind = "held", row, id(self.inside), layer.device
+        kind = "held", row, self.window, id(self.inside), layer.device
         return layer.parts(self.step.once(kind, make), layer.dtype)
+
+
+def _band(window: int, before: int, queries: int, device: torch.device) -> torch.Tensor:
+    """Return (1, 1, queries, before + queries) bool: whether a key is in a query's window.
+
+    Args:
+        window: size of the windows in tokens.
+        before: number of keys before those of the queries.
+        queries: number of consecutive queries.
+        device: device of the mask.
+    """
+    keys = torch.arange(before + queries, device=device)
+    distance = keys[before:, None] - keys
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def _masked(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    states = queries, keys, values, visible
+    if sinks is not None:
+        states = with_sink_key(*states, sinks, scaling)
+    # Padding attends to nothing.
+    return scaled_dot_product_attention(*states, scale=scaling, enable_gqa=True).nan_to_num()
 
 
 def _causal(
@@ -326,7 +375,8 @@ class LayerCall:
             key, value: (batch, KV heads, new tokens, head_dim).
             scaling: factor that the scores are multiplied by.
             visible: (batch, 1 or query heads, new tokens, all tokens): bool, whether a query
-                attends to a token, or numbers to add to the scores; None for causal attention.
+                attends to a token, or numbers to add to the scores; None for causal attention; or
+                the mask of a sliding window, see ``oscar_mm.ops.window_mask``.
             sinks: (query heads,) float32, see ``oscar_mm.ops.sinks``.
         """
         layer, step, asked = self._layer, self._step, query.dtype
@@ -334,25 +384,74 @@ class LayerCall:
             layer.append(key, value, step)
         query = query.to(key.dtype)
         kind: TwoWay | None = getattr(module, TWO_WAY, None)
-        groups = [] if kind is None else step.two_way(kind, query.device)
-        if visible is not None and groups:
+        # A single token has no later ones.
+        several = key.shape[2] > 1
+        groups = step.two_way(kind, query.device) if kind is not None and several else []
+        if (window := window_of(visible)) is not None:
+            visible = None
+            if step.lengths is not None:
+                raise NotImplementedError(_CONCATENATED)
+        elif visible is not None and groups:
             visible = self._with_later(visible, groups)
         inside = None if visible is None else self._inside(visible)
-        if visible is None or inside is not None:
+        if window is not None and key.shape[2] > 1:
+            output = self._in_window(query, key, value, scaling, window, sinks, groups)
+        elif visible is None or inside is not None:
             output = attend_stored(
-                *(layer, query, key, value, scaling, step, inside, sinks, groups)
+                *(layer, query, key, value, scaling, step, inside, sinks, groups, window)
             )
         else:
+            refuse_capture(f"attention of layer {layer.index} with a mask", layer.device)
             states = (query, *layer.with_past(step, key, value), self._stored(visible))
-            if sinks is not None:
-                states = with_sink_key(*states, sinks, scaling)
-            output = scaled_dot_product_attention(
-                *states, scale=scaling, enable_gqa=True
-            ).nan_to_num()  # padding attends to nothing
+            output = _masked(*states, scaling, sinks)
         # A step that packs at its end never writes to a slot that it reads.
         if not step.chained:
             layer.append(key, value, step, beside=step.packs_at_end)
         return output.to(asked)
+
+    def _in_window(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int,
+        sinks: torch.Tensor | None,
+        groups: Sequence[Sequence[Tokens]],
+    ) -> torch.Tensor:
+        """Attend to the windows of several new tokens, block by block.
+
+        Of the past, only what these windows contain is unpacked. A block reads only the keys in its
+        own windows; with ``groups``, all tokens are a block, since their tokens attend to later
+        ones.
+        """
+        layer, step, new = self._layer, self._step, key.shape[2]
+        past = min(layer.cache.get_seq_length() - new, window - 1)
+        if past:
+            rows = step.once(("latest", past), lambda: [row.latest(past) for row in step.past])
+            before = layer.unpacked(rows, past, key.dtype)
+            key, value = (torch.cat(x, 2) for x in zip(before, (key, value), strict=True))
+        stored = step.once(("window", past, layer.device), partial(self._real_tokens, past + new))
+        length, found = new if groups else max(window, _MIN_BLOCK), list[torch.Tensor]()
+        for start in range(past, past + new, length):
+            first, stop = max(0, start - window + 1), min(start + length, past + new)
+            shape = window, start - first, stop - start, layer.device
+            visible = step.once(("band", *shape), partial(_band, *shape))
+            if stored is not None:
+                visible = visible & stored[:, None, None, first:stop]
+            if groups:  # Kept, so that all layers with this window share it.
+                rows = partial(visible.expand, len(query), -1, -1, -1)
+                visible = self._with_later(step.once(("rows", *shape), rows), groups)
+            queries = query[:, :, start - past : stop - past]
+            keys, values = (x[:, :, first:stop] for x in (key, value))
+            found.append(_masked(queries, keys, values, visible, scaling, sinks))
+        return found[0] if len(found) == 1 else torch.cat(found, 2)
+
+    def _real_tokens(self, count: int) -> torch.Tensor | None:
+        """Return (batch, count) bool: whether each of the last tokens is stored; None if all
+        are."""
+        real = self._layer.cache.real_tokens(count)
+        return None if bool(real.all()) else real.to(self._layer.device)
 
     def _with_later(
         self, visible: torch.Tensor, groups: Sequence[Sequence[Tokens]]
@@ -361,7 +460,7 @@ class LayerCall:
         step = self._step
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            seen = visible.clone()
+            seen = visible.clone(memory_format=torch.contiguous_format)
             new = torch.arange(seen.shape[2], device=seen.device)
             past = seen.shape[3] - seen.shape[2]
             for row, of_row in enumerate(groups):
@@ -378,7 +477,7 @@ class LayerCall:
 
     def _inside(self, visible: torch.Tensor) -> list[SequenceTable] | None:
         """Return the past that a mask leaves to the only new token of each row, if that is all from
-        some token on, as in a sliding window; None for other masks and for several new tokens."""
+        some token on, as in a chunk; None for other masks and for several new tokens."""
         step = self._step
         if visible.shape[1:3] != (1, 1) or visible.dtype != torch.bool:
             return None
@@ -402,8 +501,9 @@ class LayerCall:
         first = seen.int().argmax(1, keepdim=True)
         if not torch.equal(seen, real & (torch.arange(seen.shape[1]) >= first)):
             return None
-        past = self._step.past
-        rows = [row.since(start) for row, start in zip(past, first[:, 0].tolist(), strict=True)]
+        starts = first[:, 0].tolist()
+        counts = [visible.shape[1] - 1 - start for start in starts]  # without the new token
+        rows = [row.latest(count) for row, count in zip(self._step.past, counts, strict=True)]
         return rows if all(row.stored for row in rows) else None
 
     def _stored(self, visible: torch.Tensor) -> torch.Tensor:

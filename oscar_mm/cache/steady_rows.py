@@ -117,6 +117,8 @@ class SteadyRows:
         # the next spare slot if no tokens are packed. Page that tokens move to, or -1, and the
         # index in it of the next token.
         self.counts, self._left, self._head, self._page, self._first = np.zeros((5, 0), np.int32)
+        # By row, at the beginning: ``SteadyStep.text``.
+        self._text = np.zeros((0, 3), np.int32)
         # The slots of a row that packs tokens are a ring. They come twice, so that those in use are
         # adjacent wherever its head is.
         self._slots = np.zeros((0, max(2 * (policy.window + 1), MAX_SPARE + 1)), np.int32)
@@ -135,6 +137,8 @@ class SteadyRows:
         self._left[place] = steps
         self._page[place] = stream.pages[-1] if packs else -1
         self._first[place] = stream.stops[-1] if packs else 0
+        tail = len(before.codes) - len(before.codes.rstrip(bytes([_TEXT])))
+        self._text[place] = tail, len(stream.slots), len(stream.pages)
         slots = 2 * _in_order(before) if packs else before.spare
         self._slots[place, : len(slots)] = slots
         self._write_past(place, row, 0 if packs else steps)
@@ -180,7 +184,7 @@ class SteadyRows:
             rows = len(self.counts)
             more = max(rows, _MIN_ROWS)
             self.free += range(rows, rows + more)
-            for name in ("counts", "_left", "_head", "_page", "_first", "_slots"):
+            for name in ("counts", "_left", "_head", "_page", "_first", "_text", "_slots"):
                 array = getattr(self, name)
                 setattr(self, name, grown(array, (rows + more, *array.shape[1:])))
             self._past = StoredTokens(
@@ -235,7 +239,9 @@ class SteadyRows:
         if not rows:
             return None
         places = np.array([one.place for one in found])
-        head, page = self._head[places], self._page[places]
+        head, page, text = self._head[places], self._page[places], self._text[places]
+        text[:, 0] += self.counts[places]
+        text[:, 1] += np.where(page >= 0, 0, self.counts[places])
         # A row that packs tokens takes the spare slot, which comes after those of the window.
         window = self._policy.window
         return SteadyStep(
@@ -249,6 +255,7 @@ class SteadyRows:
             first=self._first[places],
             bits=self._bits,
             past=self._past_of(places),
+            text=text,
         )
 
     def _past_of(self, places: np.ndarray) -> StoredTokens:

@@ -16,6 +16,7 @@ import torch
 from oscar_mm.cache.block_table import DeferredSteps, SequenceTable, min_page_tokens
 from oscar_mm.modality import PADDING, TwoWay, two_way_groups
 from oscar_mm.ops.decode_tables import (
+    Entries,
     StoredTokens,
     Tables,
     arrays_of,
@@ -128,12 +129,15 @@ class AttentionShape(NamedTuple):
     Attributes:
         bits: first and second page format.
         kv_heads, columns, workers: see ``oscar_mm.ops.decode_tables.arrays_of``.
+        window: size of the layers' sliding window in tokens, the new one included; None if they
+            attend to all tokens.
     """
 
     bits: tuple[Bits | None, Bits | None]
     kv_heads: int
     columns: int
     workers: int
+    window: int | None = None
 
     def over(
         self, past: Sequence[SequenceTable], steady: SteadyStep | None = None
@@ -144,14 +148,20 @@ class AttentionShape(NamedTuple):
             past: the sequences.
             steady: the steady rows among them, whose tables are not read.
         """
+        if steady is not None and self.window is not None:
+            steady = steady.latest(self.window - 1)
         if steady is None:
-            stored = StoredTokens.of([row.entries(self.bits) for row in past])
+            stored = StoredTokens.of([self._entries(row) for row in past])
         elif len(steady.rows) == len(past):
             stored = steady.past
         else:
-            others = [past[row].entries(self.bits) for row in steady.others(len(past))]
+            others = [self._entries(past[row]) for row in steady.others(len(past))]
             stored = StoredTokens.of(others).beside(steady.past, steady.rows)
         return stored, self.kv_heads, self.columns, self.workers
+
+    def _entries(self, row: SequenceTable) -> Entries:
+        inside = row if self.window is None else row.latest(self.window - 1)
+        return inside.entries(self.bits)
 
 
 class SteadyStep(NamedTuple):
@@ -170,6 +180,8 @@ class SteadyStep(NamedTuple):
         first: index of this token in the page.
         bits: format of the pages.
         past: tokens stored before the step.
+        text: (steady rows, 3): number of latest tokens that are all text, and numbers of 16-bit
+            tokens and of pages of text.
     """
 
     rows: np.ndarray
@@ -182,6 +194,7 @@ class SteadyStep(NamedTuple):
     first: np.ndarray
     bits: Bits
     past: StoredTokens
+    text: np.ndarray
 
     def among(self, rows: np.ndarray) -> SteadyStep:
         """Return the step for only some of the batch's rows.
@@ -189,7 +202,18 @@ class SteadyStep(NamedTuple):
         Args:
             rows: (batch,) bool.
         """
-        kept = rows[self.rows]
+        return self._of(rows[self.rows])
+
+    def latest(self, count: int) -> SteadyStep | None:
+        """Return the step for the rows whose last ``count`` tokens are text, with only these tokens
+        in ``past``; None if there are no such rows."""
+        kept = self.text[:, 0] >= count
+        if not kept.any():
+            return None
+        step = self._of(kept)
+        return step._replace(past=step.past.latest(step.text[:, 1:], count))
+
+    def _of(self, kept: np.ndarray) -> SteadyStep:
         if kept.all():
             return self
         arrays = {

@@ -90,6 +90,8 @@ class ForcedCache(Cache):
             new tokens.
     """
 
+    reads_windows = rows_differ = False
+
     def __init__(
         self,
         past: Callable[[int], Pair] | None = None,

@@ -25,6 +25,7 @@ from oscar_mm.engine.sound_blocks import SoundBlocks
 from oscar_mm.engine.speech import Talker
 from oscar_mm.engine.template import USUAL, TemplateOptions
 from oscar_mm.errors import InputError, shown
+from oscar_mm.fast_decode.decoder import has_full_attention
 from oscar_mm.fast_decode.drafts import Drafts
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.media.options import MediaOptions
@@ -169,6 +170,12 @@ class Family(ChatFormat, ABC):
     def keeps_states(self) -> bool:
         """Whether layers with linear attention keep states instead of keys and values."""
         return bool(layers_of_states(self.model.config))
+
+    @cached_property
+    def shares_passes(self) -> bool:
+        """Whether one pass may read several prompts, one after the other: neither states nor
+        windows of attention extend over them."""
+        return not self.keeps_states and has_full_attention(self.model)
 
     def prompt(
         self,

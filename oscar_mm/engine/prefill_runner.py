@@ -255,9 +255,8 @@ class PrefillRunner:
             cache.sigmas = self.sigmas
         for index, (prompt, cache) in enumerate(zip(prompts, caches, strict=True)):
             tokens += prompt.tokens
-            # States are of one row: the tokens of two prompts in a row would mix.
             alike = (
-                not self.family.keeps_states
+                self.family.shares_passes
                 and balanced_alike(caches[start], cache)
                 and all(_adapts_along(one, prompt) for one in prompts[start:index])
             )

@@ -13,7 +13,7 @@ from oscar_mm.engine.device_timer import DeviceTimer, StepTimer
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.request import Request
-from oscar_mm.fast_decode.decoder import has_full_attention
+from oscar_mm.fast_decode.decoder import decodes_any_rows
 from oscar_mm.fast_decode.prompt_scratch import PromptPiece
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.tensor_parallel import TPGroup
@@ -204,7 +204,7 @@ class RunningBatches:
 
     def joins(self, request: Request) -> bool:
         """Return whether a request may share a batch with others."""
-        return not request.sampling.deterministic and has_full_attention(self.family.model)
+        return not request.sampling.deterministic and decodes_any_rows(self.family.model)
 
     def join(self, request: Request) -> None:
         """Start decoding a prefilled request, whose first token has been sampled."""

@@ -524,7 +524,8 @@ class Scheduler:
         return (
             request.prompt.tokens <= self.reader.max_varlen_tokens
             and not request.is_read_alone
-            and not (shares or self.family.keeps_states)
+            and not shares
+            and self.family.shares_passes
             and self._batches.joins(request)
         )
 

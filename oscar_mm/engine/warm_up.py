@@ -13,7 +13,7 @@ from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.mixed_prefill import WARM_UP_STEPS
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.sampling import Sampling
-from oscar_mm.fast_decode.decoder import has_full_attention
+from oscar_mm.fast_decode.decoder import decodes_any_rows
 from oscar_mm.media.media import Media
 
 _STEPS = 4
@@ -57,7 +57,7 @@ def warm_up(engine: Engine, rows: int) -> None:
 def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
     """Run ``rows`` requests, adding them to ``answers``, and end them step by step."""
     family = engine.family
-    if not has_full_attention(family.model):
+    if not decodes_any_rows(family.model):
         return  # Each request decodes in its own batch.
     read = family.prompt(first_turn("Hello"), Media())
     prompt = read.to(family.device)

@@ -96,9 +96,18 @@ def has_known_layers(decoder: Any, kinds: Collection[str]) -> bool:
 
 
 def has_full_attention(model: Any) -> bool:
-    """Return whether every token attends to all earlier ones, without a sliding window."""
+    """Return whether every token attends to all earlier ones, without a sliding window or
+    chunks."""
     config = model.config.get_text_config(decoder=True)
-    return getattr(config, "sliding_window", None) is None
+    local = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return all(size is None for size in local)
+
+
+def decodes_any_rows(model: Any) -> bool:
+    """Return whether the rows of a decode step may differ in length, and a CUDA graph of the step
+    serves all lengths: attention is full or within sliding windows, but not within chunks."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "attention_chunk_size", None) is None
 
 
 def _has_known_parts(layer: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import linear as torch_linear
 from torch.overrides import TorchFunctionMode
 
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.linear import MAX_COLUMNS, kernel_for
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm
 from oscar_mm.modules import modules_of, run_as_written
@@ -28,11 +29,11 @@ _SAME = 0.02
 
 def rms_norms(model: Any) -> list[nn.Module]:
     """Return the modules of a model's decoder whose output is that of an RMSNorm, by a comparison
-    for each class."""
+    for each class; Gemma's weights are stored minus 1."""
     norms = [
         one
         for one in modules_of(model.get_decoder())
-        if hasattr(one, "variance_epsilon") and hasattr(one, "weight") and run_as_written([one])
+        if _has_epsilon(one) and run_as_written([one])
     ]
     same = {kind: _is_rms_norm(one) for kind, one in {type(one): one for one in norms}.items()}
     return [one for one in norms if same[type(one)]]
@@ -46,8 +47,17 @@ def _is_rms_norm(norm: Any) -> bool:
     return bool((found - expected).norm() <= _SAME * expected.norm())
 
 
-def _norm_of(norm: Any) -> Norm:
-    return Norm(norm.weight, norm.variance_epsilon)
+def _has_epsilon(module: Any) -> bool:
+    """Return whether a module has the fields of a norm with a weight for each channel."""
+    weight = getattr(module, "weight", None)
+    named = hasattr(module, "variance_epsilon") or isinstance(getattr(module, "eps", None), float)
+    return named and isinstance(weight, torch.Tensor) and weight.ndim == 1
+
+
+def _norm_of(norm: Any) -> Norm | CenteredNorm:
+    if hasattr(norm, "variance_epsilon"):
+        return Norm(norm.weight, norm.variance_epsilon)
+    return CenteredNorm(norm.weight, norm.eps)
 
 
 @contextmanager
@@ -72,7 +82,7 @@ def _normalized(norm: Any, x: torch.Tensor, *more: Any, **named: Any) -> torch.T
     casts = norm.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type)
     if casts or more or named:  # A gate, for example.
         return type(norm).forward(norm, x, *more, **named)
-    return _norm_of(norm).at_once(x)
+    return _norm_of(norm).at_once(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class FewRowProducts(TorchFunctionMode):

@@ -131,6 +131,33 @@ class StoredTokens(NamedTuple):
         counts = np.stack([in_16_bit, in_pages], axis=1)
         return cls(_by_row(items, in_pages), _by_row(recents, in_16_bit), counts)
 
+    def latest(self, own: np.ndarray, count: int) -> StoredTokens:
+        """Return only the last ``count`` tokens of each sequence.
+
+        Args:
+            own: (sequences, 2): numbers of 16-bit tokens and of pages of the stream that has these
+                tokens, which comes last in the tables.
+            count: number of tokens; no sequence may have fewer in this stream.
+        """
+        in_16_bit, in_pages = self.counts.T
+        kept = np.minimum(own[:, 0], count)
+        recents = _columns_at(self.recents, in_16_bit - kept, kept)
+        # The stream's pages, the last one first.
+        back = np.arange(own[:, 1].max(initial=0))
+        used = np.take_along_axis(
+            self.items[:, :, 1], np.maximum(in_pages[:, None] - 1 - back, 0), 1
+        )
+        tokens = (used % START - used // START % START) * (back < own[:, 1, None])
+        later = tokens.cumsum(1) - tokens
+        left = (count - kept)[:, None]
+        read = (tokens > 0) & (later < left)
+        pages = read.sum(1)
+        items = _columns_at(self.items, in_pages - pages, pages)
+        surplus = (tokens * read).sum(1) - left[:, 0]
+        first = np.flatnonzero(pages)
+        items[first, :1, 1] += START * surplus[first, None]
+        return StoredTokens(items, recents, np.stack([kept, pages], 1).astype(np.int32))
+
     def beside(self, other: StoredTokens, rows: np.ndarray) -> StoredTokens:
         """Return the tokens of these sequences and others.
 
@@ -247,6 +274,14 @@ def _by_row(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     table = np.zeros((len(counts), length, *values.shape[1:]), dtype=np.int32)
     table[np.arange(length) < counts[:, None]] = values
     return table
+
+
+def _columns_at(table: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return ``counts`` columns of each row from ``starts`` on, padded with zeros."""
+    columns = np.arange(counts.max(initial=0))
+    found = table[np.arange(len(table))[:, None], (starts[:, None] + columns) % table.shape[1]]
+    found[columns >= counts[:, None]] = 0
+    return found
 
 
 def _widened(table: np.ndarray, longest: int) -> np.ndarray:

@@ -6,6 +6,8 @@ copy of the same pages and the raw new tokens.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 from transformers.masking_utils import sliding_window_causal_mask_function
@@ -70,10 +72,14 @@ def announce(
         if window is None
         else {"mask_function": sliding_window_causal_mask_function(window), "local_size": window}
     )
+    config = SimpleNamespace(sliding_window=window)
     found = mask(
-        batch, tokens, length, length - tokens, offset, attention_mask=full, config=None, **sliding
+        *(batch, tokens, length, length - tokens, offset),
+        attention_mask=full,
+        config=config,
+        **sliding,
     )
-    assert (found is None) == (window is None or length <= window)
+    assert (found is None) == (window is None or (length <= window and tokens > 1))
     return found
 
 

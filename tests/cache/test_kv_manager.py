@@ -449,9 +449,11 @@ def test_steady_steps_store_tokens_where_single_steps_do(bits, window: int, by_t
         other.advance(ids)
         if step % 7 == 0:  # Attention's tables, made of arrays and of the rows' tables.
             past = numbers.last.past
-            made = [shape.over(past, numbers.last.steady), shape.over(list(past))]
-            found, expected = (arrays_of(*one) for one in made)
-            assert all(map(np.array_equal, found, expected))
+            for inside in (None, 1, 2, 20, 130, 200, 500):
+                part = shape._replace(window=inside)
+                made = [part.over(past, numbers.last.steady), part.over(list(past))]
+                found, expected = (arrays_of(*one) for one in made)
+                assert all(map(np.array_equal, found, expected))
         steady += 0 if numbers.last.steady is None else len(numbers.last.steady.rows)
         planned += numbers.last.planned is not None
     assert steady > 1200 and planned > 450

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from oscar_mm.fast_decode import module_products
+from oscar_mm.fast_decode.centered_norm import CenteredNorm, CenteredNormKernel
 from oscar_mm.fast_decode.linear import MAX_COLUMNS, kernel_for
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.fast_decode.module_products import FewRowProducts, in_fewer_launches, rms_norms
@@ -71,8 +73,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.norm, self.hooked = LlamaRMSNorm(16), LlamaRMSNorm(16)
         self.centered, self.gated = CohereLayerNorm(16), MambaRMSNormGated(16, 16)
+        self.minus_1, self.layer_norm = Gemma3RMSNorm(16), nn.LayerNorm(16)
+        self.without_weights = nn.RMSNorm(16, elementwise_affine=False)
         self.hooked.register_forward_hook(lambda *_: None)
-        nn.init.normal_(self.norm.weight)
+        for one in (self.norm, self.minus_1):
+            nn.init.normal_(one.weight)
 
     def get_decoder(self) -> nn.Module:
         return self
@@ -81,24 +86,32 @@ class Decoder(nn.Module):
 @torch.no_grad()
 def test_norms_take_one_launch_within_the_block_only(monkeypatch) -> None:
     """Norms that compute something else, or have hooks, run as they were written."""
-    seen, at_once = [], Norm.at_once
+    seen = []
+    for kind in (Norm, CenteredNorm):
 
-    def counted(norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        seen.append(norm.weight)
-        return at_once(norm, x)
+        def counted(norm, x: torch.Tensor, at_once=kind.at_once) -> torch.Tensor:
+            seen.append(norm.weight)
+            return at_once(norm, x)
 
-    monkeypatch.setattr(Norm, "at_once", counted)
-    model, x, gate = Decoder(), torch.randn(3, 16), torch.randn(3, 16)
+        monkeypatch.setattr(kind, "at_once", counted)
+    model, x, gate = Decoder(), torch.randn(3, 1, 16), torch.randn(3, 1, 16)
     norms = rms_norms(model)
-    assert set(norms) == {model.norm, model.gated}
-    expected = [model.norm(x), model.hooked(x), model.centered(x), model.gated(x, gate)]
+    assert set(norms) == {model.norm, model.gated, model.minus_1}
+
+    def computed() -> list[torch.Tensor]:
+        by_class = [model.hooked(x), model.centered(x), model.gated(x, gate), model.layer_norm(x)]
+        heads = x.view(3, 1, 1, 16).expand(-1, -1, 2, -1).transpose(1, 2)
+        return [model.norm(x), model.minus_1(x), model.minus_1(heads), *by_class]
+
+    expected, seen[:] = computed(), []
     with pytest.raises(ZeroDivisionError), in_fewer_launches(norms):
-        found = [model.norm(x), model.hooked(x), model.centered(x), model.gated(x, gate)]
-        assert [one is model.norm.weight for one in seen] == [True]
+        found = computed()
+        kept = [model.norm.weight, model.minus_1.weight, model.minus_1.weight]
+        assert all(one is other for one, other in zip(seen, kept, strict=True))
         raise ZeroDivisionError
     torch.testing.assert_close(found, expected)
-    model.norm(x)
-    assert len(seen) == 1
+    computed()
+    assert len(seen) == 3
 
 
 @pytest.mark.gpu
@@ -113,3 +126,22 @@ def test_kernels_compute_what_modules_do(rows: int) -> None:
     with FewRowProducts():
         found = module(x)
     assert (found - exact).norm() / exact.norm() < 0.004
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_norms_of_gemma_are_one_launch(monkeypatch) -> None:
+    """Of hidden states and of query heads, which are transposed."""
+    torch.manual_seed(0)
+    seen, launch = [], CenteredNormKernel.__call__
+    monkeypatch.setattr(CenteredNormKernel, "__call__", lambda *x: (seen.append(x), launch(*x))[1])
+    for norm, shape in ((Gemma3RMSNorm(2560), (2, 1, 2560)), (Gemma3RMSNorm(256), (2, 1, 8, 256))):
+        nn.init.normal_(norm.weight, std=0.2)
+        norm = norm.to("cuda:0", torch.bfloat16)
+        x = torch.randn(shape, device="cuda:0", dtype=torch.bfloat16).transpose(1, -2)
+        expected = norm(x)
+        with in_fewer_launches([norm]):
+            norm(x)  # This compiles and checks the kernel.
+            seen.clear()
+            torch.testing.assert_close(norm(x), expected, rtol=0.01, atol=0.01)
+        assert len(seen) == 1

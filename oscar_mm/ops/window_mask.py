@@ -1,0 +1,21 @@
+"""Masks of sliding windows, without a number for each stored token.
+
+Such a mask has the shape (0, window), so that it survives a move to another device, and so that
+attention that expects numbers fails. A CUDA graph of decode steps that is captured with it serves
+sequences of all lengths: where the window begins is in the tables of each step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def window_mask(window: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return the mask of tokens that attend to themselves and to the ``window`` - 1 tokens before
+    them."""
+    return torch.empty((0, window), dtype=torch.bool, device=device)
+
+
+def window_of(mask: torch.Tensor | None) -> int | None:
+    """Return the window of a mask from ``window_mask``; None for other masks."""
+    return mask.shape[1] if mask is not None and mask.ndim == 2 and not len(mask) else None
