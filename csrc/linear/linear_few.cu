@@ -8,14 +8,12 @@
 // `columns`, ..., so that its part of x stays in registers. It multiplies all boxes of a span; if
 // there are fewer spans than warps, several teams of warps share the boxes. `depth` boxes of each
 // warp are in flight, with their scales and zero points. Products are those of pieces.cuh, whose
-// operand for x has columns for four rows of it. The sums of all warps are added at the end. If two
-// thread blocks fit on a multiprocessor, the weights of the next launch arrive meanwhile.
+// operand for x has columns for four rows of it. The sums of all warps are added at the end.
 //
 // Rounding is the same as in separate operations, as in linear.cu.
 //
-// Compiled with: ROWS (1 to 4), GRAIN (16 or 32), MOST_WARPS, TOGETHER (thread blocks on a
-// multiprocessor), the macros of matrices.cuh and pieces.cuh (WEIGHT_BITS 8 or 4), USE_TMA (always
-// 1).
+// Compiled with: ROWS (1 to 4), GRAIN (16 or 32), MOST_WARPS, the macros of matrices.cuh and
+// pieces.cuh (WEIGHT_BITS 8 or 4), USE_TMA (always 1).
 
 #include "common/cluster.cuh"
 #include "common/copy.cuh"
@@ -24,6 +22,7 @@
 #include "linear/grain.cuh"
 
 constexpr int MAX_DEPTH = 16;
+constexpr int MOST_BEFORE_X = WEIGHT_BITS == 4 ? 1 : MAX_DEPTH;  // boxes; each is the fastest
 constexpr int BOX_ROW = 256;  // bytes
 constexpr int SPAN = BOX_ROW / weight_bytes(PIECE);  // pieces
 constexpr int UNIT = WEIGHT_BITS == 4 ? 8 : 1;       // elements of W in an element of a tensor map
@@ -287,7 +286,7 @@ struct Output {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, TOGETHER)
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
     linear_few(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ uint64_t full[MOST_WARPS][MAX_DEPTH];
@@ -329,10 +328,11 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, TOGETHER)
     box_ahead += teams;
     if (box_ahead >= count) box_ahead = team, span_ahead += columns;
   };
-  // Request the first boxes one after the other: the preceding kernel's reads would wait behind all
-  // that is in flight.
+  // All that is in flight delays x and the preceding kernel's reads. So boxes before x are requested
+  // one after the other.
+  const int before_x = min(depth, MOST_BEFORE_X);
 #pragma unroll 1
-  for (int slot = 0; slot < depth && span_ahead < spans; ++slot) {
+  for (int slot = 0; slot < before_x && span_ahead < spans; ++slot) {
     if (slot == 1) let_next_begin();
     if (slot > 0) barrier_wait(&full[warp][slot - 1], 0);
     request(slot);
@@ -346,6 +346,8 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, TOGETHER)
   Elements x[SPAN];
 #pragma unroll
   for (int p = 0; p < SPAN; ++p) x[p].load(row, column * SPAN + p, lane);
+#pragma unroll 1
+  for (int slot = before_x; slot < depth; ++slot) request(slot);
   // Requested now, needed at the end.
   float2 addends = Output(matrices, threadIdx.x / LANES, first, outputs).addends(matrices);
   float scale = 1.0f;

@@ -59,28 +59,13 @@ class FewParams(ctypes.Structure):
     )
 
 
-class FewTiling(NamedTuple):
-    """Sizes for which ``linear_few`` is compiled.
+def most_warps_for(shared_bytes: int) -> int:
+    """Return the maximum warps of a thread block, given its maximum shared memory.
 
-    Attributes:
-        most_warps: maximum warps of a thread block.
-        together: thread blocks on a multiprocessor.
+    There is one thread block on a multiprocessor. With two of 8 warps, chains of INT4 products take
+    less time, but decode steps take more.
     """
-
-    most_warps: int
-    together: int
-
-    @classmethod
-    def of(cls, weight_bits: int, shared_bytes: int) -> FewTiling:
-        """Return the fastest tiling.
-
-        Args:
-            weight_bits: see ``WeightFormat``.
-            shared_bytes: maximum shared memory per thread block.
-        """
-        if shared_bytes < 200 << 10:  # More warps would have too few boxes each.
-            return cls(8, 1)
-        return cls(16, 1) if weight_bits == 8 else cls(8, 2)
+    return 16 if shared_bytes >= 200 << 10 else 8  # More warps would have too few boxes each.
 
 
 class FewLaunch(NamedTuple):
@@ -109,9 +94,9 @@ class FewSpecialization(NamedTuple):
     dtype: torch.dtype
     weights: WeightFormat
 
-    def macros(self, tiling: FewTiling) -> Macros:
+    def macros(self, most_warps: int) -> Macros:
         """Return the macros for csrc/linear/linear_few.cu."""
-        return macros_of(self, GRAIN=GRAIN, USE_TMA=1) | macros_of(tiling)
+        return macros_of(self, GRAIN=GRAIN, USE_TMA=1, MOST_WARPS=most_warps)
 
     @property
     def span(self) -> int:
@@ -161,10 +146,10 @@ class LinearFewKernel(
         if not uses_tma(device):
             raise KernelError(f"linear_few needs TMA, which {device} lacks")
         limit = shared_limit(device)
-        tiling = FewTiling.of(specialization.weights.weight_bits, limit)
-        self._kernel = self._load("linear/linear_few.cu", specialization.macros(tiling))
-        self._blocks, self._most_warps = multiprocessors(device), tiling.most_warps
-        self._limit = limit // tiling.together - _RESERVED
+        self._blocks, self._most_warps = multiprocessors(device), most_warps_for(limit)
+        macros = specialization.macros(self._most_warps)
+        self._kernel = self._load("linear/linear_few.cu", macros)
+        self._limit = limit - _RESERVED
 
     def takes(self, arguments: LinearArguments) -> bool:
         """Return whether the kernel supports the width and the groups of the weights, its copies of

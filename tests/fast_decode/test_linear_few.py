@@ -9,8 +9,8 @@ from oscar_mm.fast_decode.linear_few import (
     MAX_DEPTH,
     FewParams,
     FewSpecialization,
-    FewTiling,
     LinearFewKernel,
+    most_warps_for,
 )
 from oscar_mm.fast_decode.linear_params import WeightFormat
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
@@ -34,8 +34,7 @@ FORMATS = [
 @pytest.mark.parametrize("width", [512, 2048, 2560, 4096, 4608, 12288])
 def test_every_problem_is_cut_to_fit(form: WeightFormat, gated: bool, width: int) -> None:
     made = FewSpecialization(1, gated, torch.bfloat16, form)
-    warps, together = FewTiling.of(form.weight_bits, 227 << 10)
-    limit, spans = (224 << 10) // together, width // made.span
+    warps, limit, spans = most_warps_for(227 << 10), 224 << 10, width // made.span
     for grains in (1, 131, 132, 133, 1536):
         cut = made.launch(grains, width, 132, warps, limit)
         blocks, columns, teams, depth, shared_bytes = cut
@@ -47,8 +46,7 @@ def test_every_problem_is_cut_to_fit(form: WeightFormat, gated: bool, width: int
     # The sums of so many outputs leave no room for weights.
     assert made.launch(132 * 2000, width, 132, warps, limit).depth < 2
     # A GPU with less shared memory has fewer warps, and so two boxes for each.
-    few, alone = FewTiling.of(form.weight_bits, 99 << 10)
-    assert alone == 1 and made.launch(256, width, 170, few, 96 << 10).depth >= 2
+    assert made.launch(256, width, 170, most_warps_for(99 << 10), 96 << 10).depth >= 2
 
 
 @pytest.mark.parametrize("arch", architectures(LIMITS))
@@ -64,7 +62,7 @@ def test_compiles(arch: str, gated: bool, rows: int, form: WeightFormat) -> None
         f"static_assert(MAX_DEPTH == {MAX_DEPTH} && SPAN * PIECE == {made.span});\n"
         f"static_assert(STAGE == {made.stage_bytes} && sizeof(Box) == 8);\n"
     )
-    macros = made.macros(FewTiling.of(form.weight_bits, LIMITS[arch] << 10))
+    macros = made.macros(most_warps_for(LIMITS[arch] << 10))
     report = compile_once("linear/linear_few.cu", text, arch, macros)["linear_few"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
