@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.engine.device_timer import DeviceTimer, EarlyPass
 from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.engine.prompt import Prompt
@@ -121,8 +122,8 @@ class DecodeRunner:
     Attributes:
         rows: rows of the batch; None marks padding.
         piece: piece of prompts that the next launch includes if it can; the caller resets it.
-        piece_ahead: time of ``perf_counter`` at which the latest step had launched the following
-            one together with the piece; None if it did not.
+        early: the following pass, if a step has launched it together with the piece; the caller
+            resets it.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class DecodeRunner:
         self._ranks = TPGroup.of(model)
         self.rows: list[RequestState | None] = []
         self.piece: PromptPiece | None = None
-        self.piece_ahead: float | None = None
+        self.early: EarlyPass | None = None
         self._by_size: dict[int, GraphRunner] = {}
         self._sampler = Sampler([], device, self._ranks)
         self._has_drafts = self._ranks.count == 1 and Drafts.of(model) is not None
@@ -214,7 +215,6 @@ class DecodeRunner:
             if drafts and self._step_drafted(drafting, ahead=ahead):
                 return
             ahead = False  # The row's next pass has drafts again.
-        self.piece_ahead = None
         rows, steps, tokens = self.rows, self._steps(len(self.rows)), self._tokens
         ended = _flags([row is None or row.ended for row in rows])
         if tokens is None:
@@ -227,15 +227,19 @@ class DecodeRunner:
         if following is not None:
             self.rows = list(following())
             self._tokens = self._join(rows, chosen.tokens, steps)
+        launched = None
         # Keeps the device busy while the host waits for the tokens.
         if ahead:
             last = {row for row in rows if row is not None and row.last_comes}
             no_more = [row is None or row.ended or row in last for row in self.rows]
-            waits = self.piece is not None and self.piece.logits is None
-            steps.ahead(self._tokens, _flags(no_more), self.piece)
-            if waits and self.piece is not None and self.piece.logits is not None:
-                self.piece_ahead = perf_counter()
-        _give(rows, chosen)
+            piece = None if self.piece is None or self.piece.logits is not None else self.piece
+            begin = None if piece is None else DeviceTimer(self._device)
+            steps.ahead(self._tokens, _flags(no_more), piece)
+            if piece is not None and begin is not None and piece.logits is not None:
+                launched = begin, DeviceTimer(self._device), perf_counter()
+        arrived = _give(rows, chosen)
+        if launched is not None:
+            self.early = EarlyPass(*launched, arrived)
         if following is not None:
             self._sampler, self._pass_sampler = self._sampler_of(self.rows), None
 
@@ -342,14 +346,17 @@ def _adapters(rows: Sequence[RequestState | None]) -> list[str | None]:
     return [None if row is None else row.adapter for row in rows]
 
 
-def _give(rows: Sequence[RequestState | None], chosen: SampledTokens) -> None:
-    """Wait for the sampled tokens and pass each row its token."""
+def _give(rows: Sequence[RequestState | None], chosen: SampledTokens) -> float:
+    """Wait for the sampled tokens and pass each row its token; return the time of ``perf_counter``
+    at which they had arrived."""
     tokens = chosen.listed()
+    arrived = perf_counter()
     logprobs = chosen.logprobs(tokens)
     for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         if row is not None and not row.ended:
             row.next_logprob = logprobs.get(place)
             row.take(token)
+    return arrived
 
 
 @torch.inference_mode()

@@ -72,18 +72,19 @@ class StepTimer:
         return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 0.0
 
 
-class _Pass(NamedTuple):
-    """Pass that has been launched.
+class EarlyPass(NamedTuple):
+    """Pass with a piece of prompts that was launched while the device ran the one before it.
 
     Attributes:
-        kind: passes of the same kind take about as long.
-        begin, end: its begin and end on the device.
-        seen: time of ``perf_counter`` by which it had begun.
+        begin, end: points in time between which the device runs it.
+        launched: time of ``perf_counter`` at which the host had launched it.
+        seen: time of ``perf_counter`` by which it had begun: the tokens of the pass before it had
+            just arrived.
     """
 
-    kind: Hashable
     begin: DeviceTimer
     end: DeviceTimer
+    launched: float
     seen: float
 
 
@@ -98,29 +99,33 @@ class PassTimer:
         recent = partial(deque[float], maxlen=_COUNTED)
         self._seconds: defaultdict[Hashable, deque[float]] = defaultdict(recent)
         self._launches = recent()
-        self._current: _Pass | None = None
+        self._current: tuple[Hashable, EarlyPass] | None = None
 
     def launched(self, seconds: float) -> None:
         """Record the seconds from the end of the host's wait until it had launched a pass."""
         self._launches.append(seconds)
 
-    def begun(self, kind: Hashable, begin: DeviceTimer, end: DeviceTimer) -> None:
-        """Record that a pass has begun, and the points in time between which the device runs it."""
+    def begun(self, kind: Hashable, early: EarlyPass) -> None:
+        """Record that a pass has begun; passes of the same kind take about as long."""
         self._note_end()
-        self._current = _Pass(kind, begin, end, time.perf_counter())
+        self._current = kind, early
 
     def seconds_left(self) -> float:
         """Return the seconds that the host may wait, 0 or less if it should launch now."""
         self._note_end()
         now = time.perf_counter()
-        if (current := self._current) is None:
+        if self._current is None:
             return 0.0
-        known = self._seconds[current.kind]
+        kind, current = self._current
+        known = self._seconds[kind]
         if len(known) < _FEWEST or not self._launches:
             return 0.0
         return current.seen + min(known) - max(self._launches) - _MARGIN_S - now
 
     def _note_end(self) -> None:
-        if (current := self._current) is not None and current.end.is_over:
-            self._seconds[current.kind].append(current.end.since(current.begin))
+        if self._current is None:
+            return
+        kind, current = self._current
+        if current.end.is_over:
+            self._seconds[kind].append(current.end.since(current.begin))
             self._current = None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.engine.decode_runner import DecodeRunner
-from oscar_mm.engine.device_timer import DeviceTimer, StepTimer
+from oscar_mm.engine.device_timer import DeviceTimer, EarlyPass, StepTimer
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.request import Request
@@ -148,19 +147,6 @@ class RunningBatch:
         return self._rows
 
 
-class EarlyPass(NamedTuple):
-    """Pass with a piece of prompts that was launched while the one before it ran.
-
-    Attributes:
-        begin, end: points in time between which the device runs it.
-        launched: time of ``perf_counter`` at which the host had launched it.
-    """
-
-    begin: DeviceTimer
-    end: DeviceTimer
-    launched: float
-
-
 class RunningBatches:
     """All decoding requests: in one shared batch, or each in its own batch.
 
@@ -260,7 +246,7 @@ class RunningBatches:
         begin, shared = self.now(), self._shared
         self.stepping = True
         if shared is not None:
-            shared.batch.piece = piece
+            shared.batch.piece, shared.batch.early = piece, None
         try:
             for group in self._batches:
                 joined = group.finish_early()
@@ -274,8 +260,7 @@ class RunningBatches:
             self.wait_since = self.now()
             if self.live:  # The last step may have been launched early, so its time means nothing.
                 self.pace.note(begin, self.wait_since)
-        launched = None if shared is None else shared.batch.piece_ahead
-        return None if launched is None else EarlyPass(begin, self.wait_since, launched)
+        return None if shared is None else shared.batch.early
 
     def now(self) -> DeviceTimer:
         """Return the time at which the device finishes all work launched so far."""

@@ -125,7 +125,7 @@ class Scheduler:
         one has no requests."""
         self._passes = PassTimer()
         self._awaited = 0.0
-        """Time of ``perf_counter`` at which ``_await_prompts`` returned."""
+        """Time of ``perf_counter`` at which the wait of ``_await_prompts`` was to end."""
         self._voices = Voices(store.policy, admission)
         self._blocked = False
         """Whether the queue waits for memory."""
@@ -318,16 +318,19 @@ class Scheduler:
         The next pass then includes a prompt that comes while this one runs. If the host launched it
         at once, such a prompt would wait for both.
         """
-        mixed = self._mixed
-        while (
-            mixed is not None
-            and not (self._reading or self._voices.live or self._thread.has_passes)
-            and mixed.has_room(self._batches.rows)
-            and (seconds := self._passes.seconds_left()) > 0
-            and self._thread.await_call(seconds)
-        ):
+        while (seconds := self._seconds_for_prompts()) > 0:
+            end = perf_counter() + seconds
+            if not self._thread.await_call(seconds):
+                self._awaited = end  # If other threads delay this one, it must wake up earlier.
+                return
             self._admit()
         self._awaited = perf_counter()
+
+    def _seconds_for_prompts(self) -> float:
+        """Return the seconds that the host may wait for prompts; 0 or less if it should not."""
+        if self._mixed is None or self._reading or self._voices.live or self._thread.has_passes:
+            return 0.0
+        return self._passes.seconds_left() if self._mixed.has_room(self._batches.rows) else 0.0
 
     def _mixed_for(self, request: Request) -> MixedPrefill | None:
         """Return the reader of mixed passes if it takes the prompt of a request."""
@@ -374,7 +377,7 @@ class Scheduler:
                 early = self._batches.step(piece)
                 if early is not None:
                     self._passes.launched(early.launched - self._awaited)
-                    self._passes.begun((rows, piece and piece.shape), early.begin, early.end)
+                    self._passes.begun((rows, piece and piece.shape), early)
                 if piece is not None:
                     mixed.finish(piece)
             except BaseException as error:  # Even an interrupt by a hook, which would recur.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from oscar_mm.engine import device_timer
-from oscar_mm.engine.device_timer import PassTimer
+from oscar_mm.engine.device_timer import EarlyPass, PassTimer
 
 
 @dataclass
@@ -29,11 +29,16 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
+def begun(timer: PassTimer, kind: str, seconds: float) -> Point:
+    """Let a pass begin now; return its end."""
+    now, end = device_timer.time.perf_counter(), Point(seconds)
+    timer.begun(kind, EarlyPass(Point(0.0, True), end, now, now))
+    return end
+
+
 def run(timer: PassTimer, kind: str, *seconds: float) -> None:
     for each in seconds:
-        end = Point(each)
-        timer.begun(kind, Point(0.0, True), end)
-        end.is_over = True
+        begun(timer, kind, each).is_over = True
 
 
 def test_waits_until_shortly_before_the_shortest_pass_ends(clock) -> None:
@@ -42,7 +47,7 @@ def test_waits_until_shortly_before_the_shortest_pass_ends(clock) -> None:
     timer.launched(0.004)
     run(timer, "long", 0.030, 0.024, 0.025)
     run(timer, "short", 0.005, 0.005, 0.005)
-    timer.begun("long", Point(0.0, True), Point(0.024))
+    begun(timer, "long", 0.024)
     assert 0.016 < timer.seconds_left() < 0.020  # 24 ms less the longest launch, and some more.
     clock[0] += 0.010
     assert 0.006 < timer.seconds_left() < 0.010
@@ -54,11 +59,11 @@ def test_does_not_wait_without_knowledge(clock) -> None:
     timer = PassTimer()
     assert timer.seconds_left() <= 0  # No pass is under way.
     run(timer, "long", 0.024, 0.024, 0.024)
-    timer.begun("long", Point(0.0, True), Point(0.024))
+    begun(timer, "long", 0.024)
     assert timer.seconds_left() <= 0  # How long a launch takes is unknown.
     timer.launched(0.001)
     assert timer.seconds_left() > 0
-    timer.begun("other", Point(0.0, True), Point(0.024))
+    begun(timer, "other", 0.024)
     assert timer.seconds_left() <= 0  # So is how long this pass takes.
 
 
@@ -74,5 +79,16 @@ def test_a_slow_launch_is_forgotten(clock) -> None:
     for seconds in (0.5, *[0.001] * 9):  # The first one captured a graph.
         timer.launched(seconds)
     run(timer, "long", 0.9, *[0.024] * 9)
-    timer.begun("long", Point(0.0, True), Point(0.024))
+    begun(timer, "long", 0.024)
     assert 0.018 < timer.seconds_left() < 0.024
+
+
+def test_work_of_the_host_is_no_part_of_a_pass(clock) -> None:
+    """Between the begin of a pass and its record, the host gives the last tokens to requests."""
+    timer = PassTimer()
+    timer.launched(0.001)
+    run(timer, "long", 0.024, 0.024, 0.024)
+    early = EarlyPass(Point(0.0, True), Point(0.024), clock[0], clock[0])
+    clock[0] += 0.010
+    timer.begun("long", early)
+    assert 0.008 < timer.seconds_left() < 0.014

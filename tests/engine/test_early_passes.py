@@ -1,0 +1,130 @@
+"""The times of passes with prompts that are launched while the one before runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from time import perf_counter, sleep
+
+import pytest
+
+from oscar_mm.engine import decode_runner
+from oscar_mm.engine.device_timer import EarlyPass, PassTimer
+from oscar_mm.engine.engine_thread import EngineThread
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.sampling import Sampler
+from oscar_mm.fast_decode.graph_runner import GraphRunner
+from tests.engine.engine import SimulatedTimer, loaded, made, run, together
+from tests.engine.test_mixed_prefill import text, unmixed
+
+
+@pytest.fixture
+def early(monkeypatch) -> list[tuple[Hashable, EarlyPass]]:
+    """Kinds of the passes that were launched early with a piece, and the passes; a launch takes a
+    second of the device, and choosing tokens a quarter."""
+    found, launched, sample = (
+        list[tuple[Hashable, EarlyPass]](),
+        GraphRunner._launched,
+        Sampler.__call__,
+    )
+
+    def launches(*given):
+        SimulatedTimer.clock += 1.0
+        return launched(*given)
+
+    def samples(*given):
+        SimulatedTimer.clock += 0.25
+        return sample(*given)
+
+    monkeypatch.setattr(GraphRunner, "_launched", launches)
+    monkeypatch.setattr(Sampler, "__call__", samples)
+    monkeypatch.setattr(decode_runner, "DeviceTimer", SimulatedTimer)
+    monkeypatch.setattr(PassTimer, "begun", lambda _, *given: found.append(given))
+    monkeypatch.setattr(PassTimer, "seconds_left", lambda _: 0.0)
+    return found
+
+
+def test_the_time_of_a_pass_is_its_own(qwen3_vl_folder, capture, small, early) -> None:
+    """Neither that of sampling, nor that of requests that decode in batches of their own."""
+    pipe = loaded(qwen3_vl_folder)
+    running = [
+        made(pipe, text(5, seed), max_new_tokens=40, deterministic=seed > 1) for seed in range(4)
+    ]
+    for one in running:
+        pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: all(len(one.tokens) > 2 for one in running))
+    together(pipe, [made(pipe, text(150, seed)) for seed in range(4)])
+    run(pipe, running)
+    assert len(early) >= 2
+    assert {one.end.since(one.begin) for _, one in early} == {1.0}
+    assert all(one.launched <= one.seen for _, one in early)
+
+
+def test_a_pass_has_begun_before_the_tokens_of_the_last_are_taken(
+    qwen3_vl_folder, capture, small, early, monkeypatch
+) -> None:
+    """So the time of the host, such as for stop texts, is not waited for once more."""
+    write, taken = Request.write, list[float]()
+
+    def writes(self: Request, token: int) -> None:
+        taken.append(perf_counter())
+        write(self, token)
+
+    monkeypatch.setattr(Request, "write", writes)
+    monkeypatch.setattr(
+        PassTimer, "begun", lambda _, kind, one: early.append((kind, one, taken[-3]))
+    )
+    pipe = loaded(qwen3_vl_folder)
+    running = [made(pipe, text(5, seed), max_new_tokens=40) for seed in range(3)]
+    for one in running:
+        pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: all(len(one.tokens) > 2 for one in running))
+    together(pipe, [made(pipe, text(250, 1), max_new_tokens=1)])
+    run(pipe, running)
+    assert len(early) >= 2
+    assert all(one.seen <= first for _, one, first in early)
+
+
+def test_prompts_after_the_last_row_has_ended_are_in_no_early_pass(
+    qwen3_vl_folder, capture, small, pieces, early
+) -> None:
+    """An early pass that was counted again would make the host wait longer and longer."""
+    pipe = loaded(qwen3_vl_folder)
+    one = made(pipe, text(5), max_new_tokens=40)
+    prompts = [text(150, seed) for seed in range(3)]
+    expected = unmixed(qwen3_vl_folder, prompts, max_new_tokens=1)
+    pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: len(one.tokens) > 2)
+    requests = [made(pipe, prompt, max_new_tokens=1) for prompt in prompts]
+    for request in requests:
+        pipe.engine.submit(request)
+    pipe.engine.run_until(lambda: len(early) > 1)
+    one.cancel()
+    run(pipe, requests)
+    assert [request.complete().token_ids for request in requests] == expected
+    assert len(pieces) > len(early) + 3  # Most pieces have run alone.
+    assert all(rows > 0 for (rows, _), _ in early)
+
+
+def test_a_late_end_of_the_wait_counts_as_launch(
+    qwen3_vl_folder, capture, small, early, monkeypatch
+) -> None:
+    launches = list[float]()
+    pipe = loaded(qwen3_vl_folder)
+
+    def late(_: EngineThread, seconds: float) -> bool:
+        sleep(seconds + 0.3)
+        return False
+
+    def launched(_: PassTimer, seconds: float) -> None:
+        launches.append(seconds)
+        monkeypatch.setattr(PassTimer, "seconds_left", lambda _: 0.001)
+        monkeypatch.setattr(EngineThread, "await_call", late)
+
+    monkeypatch.setattr(PassTimer, "launched", launched)
+    one = made(pipe, text(5), max_new_tokens=40)
+    pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: len(one.tokens) > 2)
+    together(pipe, [made(pipe, text(250, 1), max_new_tokens=1)])
+    monkeypatch.undo()
+    run(pipe, [one])
+    assert max(launches) >= 0.3
