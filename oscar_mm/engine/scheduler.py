@@ -373,10 +373,12 @@ class Scheduler:
                 many_wait = self._batches.reading_share() > 1.0
                 self._batches.expect_prompts()
                 rows = self._batches.rows
+                may_wait = mixed.has_room(rows)
                 piece = mixed.next_piece(rows, many_wait=many_wait)
                 early = self._batches.step(piece)
                 if early is not None:
-                    self._passes.launched(early.launched - self._awaited)
+                    if may_wait:  # Other launches may take longer, such as after towers.
+                        self._passes.launched(early.launched - self._awaited)
                     self._passes.begun((rows, piece and piece.shape), early)
                 if piece is not None:
                     mixed.finish(piece)

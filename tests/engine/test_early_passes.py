@@ -7,14 +7,15 @@ from time import perf_counter, sleep
 
 import pytest
 
-from oscar_mm.engine import decode_runner
+from oscar_mm.engine import decode_runner, mixed_prefill
 from oscar_mm.engine.device_timer import EarlyPass, PassTimer
 from oscar_mm.engine.engine_thread import EngineThread
+from oscar_mm.engine.media_rows import media_rows
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.sampling import Sampler
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from tests.engine.engine import SimulatedTimer, loaded, made, run, together
-from tests.engine.test_mixed_prefill import text, unmixed
+from tests.engine.test_mixed_prefill import CARDS, text, unmixed
 
 
 @pytest.fixture
@@ -121,10 +122,39 @@ def test_a_late_end_of_the_wait_counts_as_launch(
         monkeypatch.setattr(EngineThread, "await_call", late)
 
     monkeypatch.setattr(PassTimer, "launched", launched)
-    one = made(pipe, text(5), max_new_tokens=40)
+    one = made(pipe, text(5), max_new_tokens=60)
     pipe.engine.submit(one)
     pipe.engine.run_until(lambda: len(one.tokens) > 2)
-    together(pipe, [made(pipe, text(250, 1), max_new_tokens=1)])
+    for _ in range(3):
+        together(pipe, [made(pipe, text(70, 1), max_new_tokens=1)])
     monkeypatch.undo()
     run(pipe, [one])
     assert max(launches) >= 0.3
+
+
+def test_launches_after_towers_do_not_shorten_later_waits(
+    qwen3_vl_folder, capture, small, early, monkeypatch
+) -> None:
+    """The host does not wait before those, so what they take says nothing about the others."""
+    launches, read = list[float](), media_rows
+
+    def slowly(*given):
+        sleep(0.5)
+        return read(*given)
+
+    monkeypatch.setattr(PassTimer, "launched", lambda _, seconds: launches.append(seconds))
+    monkeypatch.setattr(
+        mixed_prefill,
+        "media_rows",
+        lambda family, prompts, unused: (slowly if any(x.media for x in prompts) else read)(
+            family, prompts, unused
+        ),
+    )
+    pipe = loaded(qwen3_vl_folder)
+    one = made(pipe, text(5), max_new_tokens=60)
+    pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: len(one.tokens) > 2)
+    for images in (None, None, CARDS[0], None):
+        together(pipe, [made(pipe, text(70, 1), images, max_new_tokens=1)])
+    assert any(shape.adds_features for (_, shape), _ in early)
+    assert launches and max(launches) < 0.5
