@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable
 from time import perf_counter, sleep
 
@@ -14,7 +15,7 @@ from oscar_mm.engine.media_rows import media_rows
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.sampling import Sampler
 from oscar_mm.fast_decode.graph_runner import GraphRunner
-from tests.engine.engine import SimulatedTimer, loaded, made, run, together
+from tests.engine.engine import SimulatedTimer, empty, loaded, made, run, together
 from tests.engine.test_mixed_prefill import CARDS, text, unmixed
 
 
@@ -89,7 +90,7 @@ def test_prompts_after_the_last_row_has_ended_are_in_no_early_pass(
     qwen3_vl_folder, capture, small, pieces, early
 ) -> None:
     """An early pass that was counted again would make the host wait longer and longer."""
-    pipe = loaded(qwen3_vl_folder)
+    pipe = loaded(qwen3_vl_folder, "standard")
     one = made(pipe, text(5), max_new_tokens=40)
     prompts = [text(150, seed) for seed in range(3)]
     expected = unmixed(qwen3_vl_folder, prompts, max_new_tokens=1)
@@ -158,3 +159,36 @@ def test_launches_after_towers_do_not_shorten_later_waits(
         together(pipe, [made(pipe, text(70, 1), images, max_new_tokens=1)])
     assert any(shape.adds_features for (_, shape), _ in early)
     assert launches and max(launches) < 0.5
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_waits(qwen3_vl_folder, capture, small, seed, monkeypatch) -> None:
+    """Prompts that come, and requests that are cancelled, while the host waits."""
+    generator, waits = random.Random(seed), list[float]()
+    prompts = [text(count, count) for count in (2, 9, 30, 50, 70, 120)]
+    expected = unmixed(qwen3_vl_folder, prompts, max_new_tokens=40)
+    pipe, requests = loaded(qwen3_vl_folder, "standard"), list[tuple[int, Request]]()
+
+    def seconds_left(_: PassTimer) -> float:
+        waits.append(generator.choice((0.0, 0.0, 0.01, 0.03)))
+        return waits[-1]
+
+    monkeypatch.setattr(PassTimer, "seconds_left", seconds_left)
+    running = made(pipe, text(5), max_new_tokens=1000)
+    pipe.engine.submit(running)
+    with pipe.engine.keep_stepping(lambda: None):
+        for _ in range(40):
+            which = generator.randrange(len(prompts))
+            request = made(pipe, prompts[which], max_new_tokens=generator.choice((1, 8, 40)))
+            pipe.engine.submit(request)
+            requests.append((which, request))
+            sleep(generator.choice((0.0, 0.01, 0.03)))
+            if generator.random() < 0.15:
+                generator.choice(requests)[1].cancel()
+        pipe.engine.run_until(lambda: all(request.ended for _, request in requests))
+        running.cancel()
+    for which, request in requests:
+        tokens = request.complete().token_ids
+        assert tokens == expected[which][: len(tokens)]
+    assert any(waits)
+    assert empty(pipe)
