@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oscar_mm.cache.states import layers_of_states
-from oscar_mm.fast_decode.decoder import decodes_any_rows, supports
+import torch
+
+from oscar_mm.fast_decode.decoder import modules_are_capturable, supports
 from oscar_mm.models import source_of
 from oscar_mm.pipelines.adapters import adapter_base
 from oscar_mm.pipelines.loading import skeleton, weights_title
@@ -37,7 +38,7 @@ class DecodePath:
         layers = "fused layers" if self.fused else "the model's own modules"
         if self.captured:
             return f"{layers}, captured as CUDA graphs"
-        why = "layers attend within chunks, or have states instead of keys and values"
+        why = "layers have attention sinks, chunks of attention, or states"
         return f"{layers}, one operation at a time, because {why}"
 
 
@@ -58,7 +59,7 @@ def decode_path(model: str | Path) -> DecodePath:
     part, title = family.text_part(outer), weights_title(source, outer.config)
     name = family.name if outer.config.model_type in family.model_types else outer.config.model_type
     fused = supports(part) and _are_ours(quantization_of(outer.config))
-    captured = decodes_any_rows(part) and (fused or not layers_of_states(part.config))
+    captured = fused or modules_are_capturable(part, torch.device("cuda"))
     return DecodePath(name, title or "16-bit", fused, captured)
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.states import StateRow, StateTable
+from oscar_mm.cache.states import StateRow, StateTable, layers_of_states
 from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.drafts import Drafts, FastDrafts
 from oscar_mm.fast_decode.hybrid_layers import (
@@ -46,6 +46,7 @@ from oscar_mm.fast_decode.low_rank import computes_as_known, is_lora
 from oscar_mm.fast_decode.parallel import in_parallel
 from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
 from oscar_mm.modules import devices, modules_of, run_as_written
+from oscar_mm.ops.decode import takes_sinks
 
 Capture = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
 """Function that turns work on fixed tensors of a device into a replay of that work, possibly
@@ -108,6 +109,21 @@ def decodes_any_rows(model: Any) -> bool:
     serves all lengths: attention is full or within sliding windows, but not within chunks."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "attention_chunk_size", None) is None
+
+
+def modules_are_capturable(model: Any, device: torch.device) -> bool:
+    """Return whether a CUDA graph can contain a decode step of a model's own modules.
+
+    Not if there are states, since a graph would keep their addresses, which change when rows join
+    or leave the batch; nor attention sinks that the device's decode kernel does not take, since
+    unpacking the past waits for the device.
+    """
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return (
+        decodes_any_rows(model)
+        and not layers_of_states(model.config)
+        and (not has_sinks or takes_sinks(device))
+    )
 
 
 def _has_known_parts(layer: Any) -> bool:

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache, as_argument
-from oscar_mm.cache.states import layers_of_states
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
-from oscar_mm.fast_decode.decoder import Capture, FastDecoder, decodes_any_rows, supports
+from oscar_mm.fast_decode.decoder import Capture, FastDecoder, modules_are_capturable, supports
 from oscar_mm.fast_decode.graph_cache import GraphCache
 from oscar_mm.fast_decode.module_products import in_fewer_launches, rms_norms
 from oscar_mm.fast_decode.prompt_scratch import DecodingRows, PromptPiece, PromptScratch
@@ -329,9 +328,8 @@ class GraphRunner:
         # Communication between devices or ranks within a graph is untested for plain modules.
         places = devices(self.model)
         alone = self._ranks.count == 1 and places == {self._ids.device}
-        # A graph would keep the addresses of states, which change when rows join or leave.
-        fits = decodes_any_rows(self.model) and not layers_of_states(self.model.config)
-        return graph_capture(places) if alone and fits else None
+        fits = alone and modules_are_capturable(self.model, self._ids.device)
+        return graph_capture(places) if fits else None
 
     def _on_fixed_tables(
         self,

@@ -63,6 +63,7 @@ def test_fp8_as_transformers_stores_it(qwen3_vl_folder, tmp_path) -> None:
         ("llama", {}, f"fused layers, {CAPTURED}"),
         ("gemma", {}, f"the model's own modules, {CAPTURED}"),
         ("mistral", {"sliding_window": 16}, f"the model's own modules, {CAPTURED}"),
+        ("gpt_oss", {}, "the model's own modules, one operation at a time, because layers have"),
     ],
 )
 def test_language_models(name: str, fields: dict, steps: str, tmp_path) -> None:
