@@ -60,8 +60,8 @@ def check(text: str, module: str, changelog: str) -> None:
 def build() -> Path:
     """Build and check dist/, and return the wheel.
 
-    The wheel is built from the sdist, so a file that the sdist lacks is missing in both. A wheel
-    that is built from the clone lacks none: tests/test_package.py.
+    The wheel is built from the sdist, so a file that the sdist lacks is missing in both. Therefore
+    it is compared with a wheel that is built from the clone, which tests/test_package.py checks.
     """
     rmtree(DIST, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", DIST)

@@ -194,7 +194,7 @@ def run(
 
 
 def texts(pipe: Pipeline, tokens: int) -> list[str]:
-    """Return texts whose prompts have at least ``tokens`` tokens, and hardly more."""
+    """Return texts of as few words as make prompts of at least ``tokens`` tokens."""
 
     def length(text: str) -> int:
         return pipe.read_request(_asked(0, text), 1).tokens
@@ -208,7 +208,7 @@ def texts(pipe: Pipeline, tokens: int) -> list[str]:
 
 
 def _asked(number: int, text: str) -> list[Message]:
-    """Return the question of a request; no two begin alike."""
+    """Return the question of a request; no two begin alike, so that no prefix is shared."""
     return first_turn(f"{number:06} {text}")
 
 

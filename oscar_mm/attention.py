@@ -7,10 +7,11 @@ sinks (``s_aux``) of some models; here they count.
 
 Importing this module registers two functions under this name: the attention function and the mask
 function. Transformers calls the mask function before all layers, once per forward pass and layer
-type; without one, it would silently drop the padding mask. In sliding windows, one new token reads
-from pages what its window contains, and for several tokens, what their windows contain is unpacked.
-If the model needs more than that (chunks, images with bidirectional attention), or masks cached
-tokens, the mask is built and the past is unpacked, one layer at a time.
+type; without one, it would silently drop the padding mask. In a layer with a sliding window, a
+decode step reads only the pages and tokens inside the window, and a longer pass unpacks only what
+the windows of its tokens contain. If the model needs more than that (attention within chunks,
+images with bidirectional attention), or masks cached tokens, the mask is built and the past is
+unpacked, one layer at a time.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _UNSUPPORTED = ("softcap", "position_bias")
 """Arguments of some models' attention that change the result; attention to pages does not support
 them."""
 _UNEQUAL = (
-    "local attention to {:,} tokens, which is no sliding window of the model's configuration, in a "
-    "batch of rows that differ in length: pass each row alone"
+    "local attention to {:,} tokens: rows of a batch may differ in length only if this is the "
+    "sliding_window of the model's configuration and each row has one new token; pass each row "
+    "alone"
 )
 
 
@@ -122,12 +124,12 @@ def mask(
 
     Returns:
         (batch, 1, new tokens, all tokens) bool; None for plain causal attention. For the sliding
-        windows of an ``OscarCache``, see ``oscar_mm.ops.window_mask``; one new token has such a
-        mask even if the window has all tokens, since rows may differ in length.
+        windows of an ``OscarCache``, see ``oscar_mm.ops.window_mask``; a decode step has such a
+        mask even if the window contains all tokens, since rows may differ in length.
 
     Raises:
         InputError: if ``attention_mask`` covers neither just the new tokens nor all tokens.
-        NotImplementedError: if the rows of the cache need different masks.
+        NotImplementedError: if the rows of the cache differ in length and need different masks.
     """
     cache = getattr(kv_length, "cache", None)
     if cache is not None:
@@ -159,7 +161,7 @@ def mask(
 
 
 def _slides(config: Any, local_size: int) -> bool:
-    """Return whether the local attention of a decoder is a sliding window, not a chunk."""
+    """Return whether ``local_size`` is the size of a decoder's sliding windows, not of chunks."""
     chunk = getattr(config, "attention_chunk_size", None)
     return getattr(config, "sliding_window", None) == local_size != chunk
 

@@ -1,4 +1,4 @@
-"""Packages that only an extra installs: the error where one is missing, and what installs it."""
+"""Packages that only an extra installs: the error if one is missing, and the command for it."""
 
 import importlib.metadata
 import json
@@ -27,14 +27,14 @@ def require(feature: str, extra: str, *modules: str) -> None:
 
 
 def missing(feature: str, module: str | None, extra: str) -> InputError:
-    """Return the error of a feature without a module; see ``require``."""
+    """Return the error of a feature whose module is missing; arguments as of ``require``."""
     return InputError(f"{feature} requires the {module} package: run {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:
     """Return the command that adds an extra to the package from where it was installed.
 
-    Who has installed a wheel has no clone, and the index may not know the package.
+    A wheel can be installed without a clone, and an index need not have the package.
     """
     try:
         installed = importlib.metadata.distribution(DISTRIBUTION)

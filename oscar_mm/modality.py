@@ -65,7 +65,7 @@ tokens of a prompt to each other."""
 
 
 def two_way_groups(modalities: Iterable[int], kind: TwoWay) -> list[list[int]]:
-    """Return the tokens that attend to each other, at least two in ascending order, by group.
+    """Return groups of tokens that attend to each other: ascending indices, at least two of them.
 
     Args:
         modalities: modality ids of the new tokens of a sequence, without padding.

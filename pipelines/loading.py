@@ -315,7 +315,7 @@ def _check_version(source: str, options: dict[str, Any]) -> None:
     """Refuse a supported model that the installed transformers does not know.
 
     Raises:
-        InputError: names the version that is needed.
+        InputError: if it is too old; names the version that the model needs.
     """
     try:
         kind = PreTrainedConfig.get_config_dict(source, **options)[0].get("model_type", "")

@@ -99,7 +99,7 @@ QUIET = """document.querySelector('#voice .voice')?.parentElement
 """Expression that silences the player."""
 PLAY_SCRIPT = """(key) => { document.querySelector('#voice .voice').parentElement
   .dispatchEvent(new CustomEvent('play', {detail: key})); }"""
-"""Function that plays the speech with a key; "" only ends the one before."""
+"""Function that ends the current speech and plays the one with a key, or none for ""."""
 
 
 def in_16_bit(samples: np.ndarray) -> np.ndarray:

@@ -378,7 +378,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         speech.change(None, speech, None, js=live_speech.PLAY_SCRIPT, **private)
         parts["stop"].click(None, None, None, js=f"() => {{ {live_speech.QUIET}; }}", **private)
         kept = parts["voice"].input(handlers.keep_heard, scenario, all_outputs, **private)
-        # The last update of the answer itself may come after that.
+        # The last update of the streamed answer may arrive later and show all of it again.
         kept.success(handlers.follow, scenario, all_outputs, **answer)
         told = gr.Textbox(label="Heard", visible="hidden")
         hands = parts["hands"]

@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 _PATIENCE_S = 60
 _MAX_REFUSED, _SHOWN_CHARACTERS = 20, 4000
 """Maximum number of refused messages in the transcript, and of characters in each message."""
-_MUTE = "Not spoken: only text was written about earlier media; a new chat speaks"
-"""Hint where the talker has not heard the media of an earlier turn."""
+_MUTE = (
+    "Not spoken, because earlier media were answered only in text: start a new chat to hear answers"
+)
+"""Hint where the talker has not read the media of an earlier turn."""
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
 

@@ -188,7 +188,7 @@ class Exchange:
         options: sampling options for the answer.
         is_talk: whether the question is a recording of the visitor, which needs no text.
         speech: key of the answer's speech; "" if it is not spoken.
-        is_mute: whether the model speaks, but could not speak this answer.
+        is_mute: whether the model can speak, but not this answer.
         reasoning: a thinking model's reasoning so far.
         answer: text of the answer so far.
         baseline: text of the answer with a 16-bit cache so far; None if there is no comparison.

@@ -370,14 +370,18 @@ class ModalityTable:
         return list(pages), slots
 
     def latest(self, count: int) -> ModalityTable:
-        """Return a table of the last ``count`` tokens, for reading only: it owns no slots."""
+        """Return a table of the last ``count`` tokens, for reading only: it owns no slots.
+
+        Args:
+            count: number of tokens, at most those of the stream.
+        """
         slots = self.slots[max(0, len(self.slots) - count) :]
         packed, first = count - len(slots), len(self.pages)
         while packed > 0:
             first -= 1
             packed -= self.stops[first] - self.starts[first]
         starts = self.starts[first:]
-        if packed < 0:  # The page has tokens before the first of these.
+        if packed < 0:  # The first page also has earlier tokens.
             starts = (starts[0] - packed, *starts[1:])
         return ModalityTable(
             self.modality, self.bits, self.pages[first:], starts, self.stops[first:], slots
@@ -495,8 +499,8 @@ class SequenceTable:
             not write to a slot that one of its own steps empties, because that step may be
             rejected, and its token then is still in the slot.
         deferred: steps that are not in the table yet; None if the table is complete.
-        end: number of tokens at the time of a snapshot (``before``), whose codes may have grown
-            since; None for other tables.
+        end: number of tokens of a snapshot (``before``), whose codes may have grown since; None for
+            other tables.
     """
 
     __slots__ = ("_codes", "_spare", "_stored", "_streams", "deferred", "end", "keeps")
@@ -591,8 +595,10 @@ class SequenceTable:
         return others if text is None else [*others, text]
 
     def latest(self, count: int) -> SequenceTable:
-        """Return a table of the last ``count`` tokens, padding and forgotten ones counted, for
-        reading only: it owns no slots."""
+        """Return a table of the last ``count`` tokens, for reading only: it owns no slots.
+
+        Padding and forgotten tokens count, but are not in the table.
+        """
         end = len(self.codes) if self.end is None else self.end
         codes = self.codes[max(0, end - count) : end]
         streams = {code: stream.latest(codes.count(code)) for code, stream in self.streams.items()}

@@ -115,7 +115,7 @@ class OscarCache(Cache):
     """
 
     reads_windows = True
-    """Whether ``oscar_mm.ops.window_mask`` may stand for the mask of a pass."""
+    """Whether attention to this cache takes the masks of ``oscar_mm.ops.window_mask``."""
     layers: list[Any]
     """OscarLayers for layers with attention and LinearLayers for layers with linear attention."""
     step: StepPlan | None

@@ -42,9 +42,11 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.torch_modes import eager
 
 TWO_WAY = "two_way_media"
-"""Attribute of attention modules whose media tokens also attend to later ones: a ``TwoWay``."""
+"""Name of an attribute of attention modules, a ``TwoWay``: which of the media tokens also attend to
+later ones. Other modules do not have it."""
 _CONCATENATED = (
-    "a sliding window in a pass over the concatenated tokens of several rows: pass each row alone"
+    "a pass over the concatenated tokens of several rows does not support sliding windows: pass "
+    "each row alone"
 )
 _MIN_BLOCK = 512
 """Minimum number of tokens whose sliding windows are read together."""
@@ -103,7 +105,7 @@ def attend_stored(
     fits = new == 1 or (step.real is None and new <= chunk.max_decoded(step.past))
     if fits and chunk.by_kernel:
         return chunk.decoded()
-    # The copies to the device that rows need would not be part of a graph.
+    # Attention row by row copies tables to the device, which a graph would not repeat.
     refuse_capture(f"attention of layer {layer.index} by rows", layer.device)
     return chunk.by_rows()
 
@@ -419,11 +421,11 @@ class LayerCall:
         sinks: torch.Tensor | None,
         groups: Sequence[Sequence[Tokens]],
     ) -> torch.Tensor:
-        """Attend to the windows of several new tokens, block by block.
+        """Attend from several new tokens to their sliding windows, block by block.
 
-        Of the past, only what these windows contain is unpacked. A block reads only the keys in its
-        own windows; with ``groups``, all tokens are a block, since their tokens attend to later
-        ones.
+        Of the past, only what these windows contain is unpacked. A block of tokens reads only the
+        keys in its own windows. With ``groups``, all new tokens are one block, since tokens of a
+        group also attend to tokens of later blocks.
         """
         layer, step, new = self._layer, self._step, key.shape[2]
         past = min(layer.cache.get_seq_length() - new, window - 1)
@@ -439,7 +441,7 @@ class LayerCall:
             visible = step.once(("band", *shape), partial(_band, *shape))
             if stored is not None:
                 visible = visible & stored[:, None, None, first:stop]
-            if groups:  # Kept, so that all layers with this window share it.
+            if groups:  # The step keeps it, so that all layers with this window share the result.
                 rows = partial(visible.expand, len(query), -1, -1, -1)
                 visible = self._with_later(step.once(("rows", *shape), rows), groups)
             queries = query[:, :, start - past : stop - past]
@@ -477,7 +479,8 @@ class LayerCall:
 
     def _inside(self, visible: torch.Tensor) -> list[SequenceTable] | None:
         """Return the past that a mask leaves to the only new token of each row, if that is all from
-        some token on, as in a chunk; None for other masks and for several new tokens."""
+        some token on, as with attention within chunks; None for other masks and for several new
+        tokens."""
         step = self._step
         if visible.shape[1:3] != (1, 1) or visible.dtype != torch.bool:
             return None

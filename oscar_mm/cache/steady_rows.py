@@ -117,7 +117,7 @@ class SteadyRows:
         # the next spare slot if no tokens are packed. Page that tokens move to, or -1, and the
         # index in it of the next token.
         self.counts, self._left, self._head, self._page, self._first = np.zeros((5, 0), np.int32)
-        # By row, at the beginning: ``SteadyStep.text``.
+        # By row, ``SteadyStep.text`` of its first steady step.
         self._text = np.zeros((0, 3), np.int32)
         # The slots of a row that packs tokens are a ring. They come twice, so that those in use are
         # adjacent wherever its head is.

@@ -146,7 +146,8 @@ class AttentionShape(NamedTuple):
 
         Args:
             past: the sequences.
-            steady: the steady rows among them, whose tables are not read.
+            steady: the steady rows among them, whose tables are not read unless other tokens than
+                text are in their windows.
         """
         if steady is not None and self.window is not None:
             steady = steady.latest(self.window - 1)
@@ -180,8 +181,8 @@ class SteadyStep(NamedTuple):
         first: index of this token in the page.
         bits: format of the pages.
         past: tokens stored before the step.
-        text: (steady rows, 3): number of latest tokens that are all text, and numbers of 16-bit
-            tokens and of pages of text.
+        text: (steady rows, 3): number of text tokens since the latest other token, and numbers of
+            16-bit tokens and of pages of the text stream.
     """
 
     rows: np.ndarray
@@ -205,8 +206,8 @@ class SteadyStep(NamedTuple):
         return self._of(rows[self.rows])
 
     def latest(self, count: int) -> SteadyStep | None:
-        """Return the step for the rows whose last ``count`` tokens are text, with only these tokens
-        in ``past``; None if there are no such rows."""
+        """Return the step for the rows whose last ``count`` tokens are all text, with only these
+        tokens in ``past``; None if there are no such rows."""
         kept = self.text[:, 0] >= count
         if not kept.any():
             return None
@@ -391,8 +392,8 @@ class StepPlan:
         return [] if self.writes is None else self.writes[2].tolist()
 
     def two_way(self, kind: TwoWay, device: torch.device) -> list[list[Tokens]]:
-        """Return the new tokens of each row that attend to each other, by group; padding is not
-        counted. Empty if there are none."""
+        """Return, for each row, the groups of new tokens that attend to each other, as indices that
+        do not count padding; empty if no row has a group."""
 
         def tokens(group: list[int]) -> Tokens:
             first, stop = group[0], group[-1] + 1

@@ -90,6 +90,7 @@ class ForcedCache(Cache):
             new tokens.
     """
 
+    # See the attributes of ``OscarCache``, which the mask function reads.
     reads_windows = rows_differ = False
 
     def __init__(

@@ -293,7 +293,7 @@ class EngineThread:
     def await_call(self, seconds: float) -> bool:
         """Wait for a call and run it; return False if none comes in time or the thread must end.
 
-        Other calls that have arrived since are left to ``run_calls``.
+        Further calls that have arrived meanwhile are left to ``run_calls``.
         """
         try:
             job = self._inbox.get(timeout=seconds)

@@ -73,7 +73,7 @@ class Family(ChatFormat, ABC):
     """Values of ``config.model_type`` that the family supports."""
 
     since: ClassVar[str] = "5.17"
-    """First version of transformers that has the models."""
+    """First version of transformers that has the models; by default, the oldest supported one."""
 
     media_options: ClassVar[frozenset[str]] = frozenset({"detail"})
     """Names of the supported ``MediaOptions``; every family accepts ``detail``, which OpenAI
@@ -173,8 +173,10 @@ class Family(ChatFormat, ABC):
 
     @cached_property
     def shares_passes(self) -> bool:
-        """Whether one pass may read several prompts, one after the other: neither states nor
-        windows of attention extend over them."""
+        """Whether one pass may read several prompts, one after the other.
+
+        States and local attention would mix the tokens of a prompt with those of the one before.
+        """
         return not self.keeps_states and has_full_attention(self.model)
 
     def prompt(

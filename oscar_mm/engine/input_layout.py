@@ -22,13 +22,14 @@ class InputLayout:
     Attributes:
         per_medium: forward argument with one row per media item, or per audio track of a video ->
             modality of the media.
-        per_patch: forward argument with one row per patch, or per tile or token -> modality of the
-            media, and the name of the argument with their grids, see ``rows_of``.
+        per_patch: forward argument with one row per patch, tile or token of the media -> modality
+            of the media, and the name of the argument with their grids, from which ``rows_of``
+            computes the number of rows.
         per_tile: forward argument with one row per tile -> modality of the media; all tiles have
             the same number of tokens.
-        places: forward argument among ``per_patch`` with places in the rows of another one, -1 for
-            none -> name of that other argument, (rows, places of a row, ...). In a prompt, the
-            places of each media item count from its own first row.
+        places: forward argument among ``per_patch`` whose values are indices, or -1 for none, into
+            the first two dimensions, flattened, of another one -> name of that other argument. In a
+            prompt, the indices of each media item count from its own first row.
         padded: forward argument among ``per_medium`` whose last dimension is padded to the longest
             media item -> name of the argument with the padding mask.
         video_grids: name of the argument with the grids of videos, for towers that take patches and
@@ -38,7 +39,7 @@ class InputLayout:
             arguments of images contain them too, one row for each run of media tokens, in the order
             of the prompt. Videos may be cut between frames.
         two_way: which media tokens also attend to later ones, so that no chunk of a prompt may end
-            between them; None if none do.
+            between them; None if every token attends only to itself and earlier ones.
         features: decoder argument that is a list of features, one for each of the first layers,
             which adds them to some tokens, row after row -> name of the argument with the (batch,
             tokens) mask of these tokens.
@@ -64,7 +65,7 @@ def rows_of(grids: torch.Tensor) -> torch.Tensor:
     """Return the number of rows of each media item, (media,) int64.
 
     Args:
-        grids: (media, 4) for two grids of rows and columns each, otherwise (media, axes) for one.
+        grids: (media, 4): the rows and columns of two grids; otherwise (media, axes): sizes of one.
     """
     if grids.shape[-1] == 4:
         return grids.unflatten(-1, (2, 2)).prod(-1).sum(-1)

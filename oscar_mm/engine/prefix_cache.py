@@ -84,7 +84,7 @@ class _Entry:
     def common(self, key: _Key, ids: np.ndarray, prompt: Prompt) -> int:
         """Return the number of leading tokens shared with a prompt, without splitting media.
 
-        If all media of a prompt attend to each other, they are shared together or not at all.
+        If all media of a prompt attend to each other, all of them are shared, or none.
         """
         if key != self.key:
             return 0

@@ -65,7 +65,7 @@ class Prompt:
     def arguments(self) -> dict[str, Any]:
         """Return ``inputs`` on the device of the model's inputs; samples stay where they are.
 
-        Places of patches count from the first row of all media, see ``InputLayout.places``.
+        Indices of ``InputLayout.places`` count from the first row of all media.
         """
         device = self.positions.device
         inputs = self.inputs | {"input_ids": self.ids}
@@ -99,7 +99,8 @@ class Prompt:
 
 
 def _from_first(prompt: Prompt, name: str) -> torch.Tensor:
-    """Return places of patches that count from the first row of all media."""
+    """Return an argument of ``InputLayout.places`` whose indices count from the first row of all
+    media, not of each."""
     layout, inputs = prompt.layout, prompt.inputs
     places, of = inputs[name], layout.places[name]
     rows = rows_of(inputs[layout.per_patch[of][1]])

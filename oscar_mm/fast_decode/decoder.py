@@ -83,7 +83,7 @@ def has_known_layers(decoder: Any, kinds: Collection[str]) -> bool:
         kinds: names of the classes of layers with this arithmetic.
     """
     layers, modules = getattr(decoder, "layers", ()), modules_of(decoder)
-    # Some layers of Molmo 2 O-7B use other frequencies than ``rotary_emb``.
+    # In Molmo 2 O-7B, layers have different RoPE frequencies; the fused layers share one set.
     one_rope = {*getattr(decoder, "rope_types", ())} <= {"scaled"}
     return (
         one_rope
@@ -106,7 +106,7 @@ def has_full_attention(model: Any) -> bool:
 
 def decodes_any_rows(model: Any) -> bool:
     """Return whether the rows of a decode step may differ in length, and a CUDA graph of the step
-    serves all lengths: attention is full or within sliding windows, but not within chunks."""
+    serves all lengths: layers attend to all tokens or to a sliding window, none within chunks."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "attention_chunk_size", None) is None
 

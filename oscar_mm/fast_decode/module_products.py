@@ -29,11 +29,11 @@ _SAME = 0.02
 
 def rms_norms(model: Any) -> list[nn.Module]:
     """Return the modules of a model's decoder whose output is that of an RMSNorm, by a comparison
-    for each class; Gemma's weights are stored minus 1."""
+    for each class. Gemma's norms, whose weights are stored minus 1, are among them."""
     norms = [
         one
         for one in modules_of(model.get_decoder())
-        if _has_epsilon(one) and run_as_written([one])
+        if _may_be_rms_norm(one) and run_as_written([one])
     ]
     same = {kind: _is_rms_norm(one) for kind, one in {type(one): one for one in norms}.items()}
     return [one for one in norms if same[type(one)]]
@@ -47,7 +47,7 @@ def _is_rms_norm(norm: Any) -> bool:
     return bool((found - expected).norm() <= _SAME * expected.norm())
 
 
-def _has_epsilon(module: Any) -> bool:
+def _may_be_rms_norm(module: Any) -> bool:
     """Return whether a module has the fields of a norm with a weight for each channel."""
     weight = getattr(module, "weight", None)
     named = hasattr(module, "variance_epsilon") or isinstance(getattr(module, "eps", None), float)
@@ -57,6 +57,7 @@ def _has_epsilon(module: Any) -> bool:
 def _norm_of(norm: Any) -> Norm | CenteredNorm:
     if hasattr(norm, "variance_epsilon"):
         return Norm(norm.weight, norm.variance_epsilon)
+    # Gemma's norms have ``eps``; ``_is_rms_norm`` rejects others with this field.
     return CenteredNorm(norm.weight, norm.eps)
 
 

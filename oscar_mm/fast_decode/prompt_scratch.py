@@ -166,11 +166,11 @@ class PromptScratch:
             self._positions = torch.zeros(positions, dtype=torch.long, device=device)
             lines = MAX_PROMPTS + 2 * (MAX_PROMPTS + 2) + MAX_PIECE
             self._table = torch.zeros(lines, dtype=torch.long, device=device)
-            # Rows of a piece, and their places in the scratch: -1 for padding.
+            # See ``append``: batch row, token of the piece, place in the scratch; -1 for padding.
             self._writes = torch.zeros(MAX_PIECE, 3, dtype=torch.int32, device=device)
             self._writes[:, 1] = torch.arange(MAX_PIECE)
             self._flags = torch.zeros(len(layers), dtype=torch.int32, device=device)
-            # What cannot be stored is found when a prompt is complete.
+            # Keys that are not finite are reported when the complete prompt is stored.
             self._unused_flag = self._flags.new_zeros(1)
             self._adapters, self._idle = RowAdapters.of(model), None
             if self._adapters is not None:
@@ -320,7 +320,9 @@ class PromptScratch:
             writes = self._writes[:size], self._unused_flag
             _attend(layer, heads[:size], sides, writes, run, found[:size])
             idle = chosen()
-            if layer is self._layers[-1]:  # From here on, no other rows are needed.
+            if (
+                layer is self._layers[-1]
+            ):  # Other rows have no logits, so only attention needs them.
                 needed = torch.cat([lasts, torch.arange(size, len(rows), device=rows.device)])
                 rows, found, here = rows[needed], found[needed], here[lasts]
                 idle = None if idle is None else idle[needed]
@@ -407,7 +409,7 @@ def _attend(
     over each prompt's tokens so far to ``output``.
 
     Args:
-        writes: rows and their places, and a flag, see ``oscar_mm.ops.append``.
+        writes: ``writes`` and ``not_finite`` of ``oscar_mm.ops.append.AppendArguments``.
     """
     queries, *new = heads.split(layer.heads, 1)
     keys, values = (x.transpose(0, 1)[None] for x in new)

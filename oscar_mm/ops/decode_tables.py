@@ -135,9 +135,9 @@ class StoredTokens(NamedTuple):
         """Return only the last ``count`` tokens of each sequence.
 
         Args:
-            own: (sequences, 2): numbers of 16-bit tokens and of pages of the stream that has these
-                tokens, which comes last in the tables.
-            count: number of tokens; no sequence may have fewer in this stream.
+            own: (sequences, 2): numbers of 16-bit tokens and of pages of the stream that contains
+                all of these tokens; it is the last one in the tables.
+            count: number of tokens; the stream of no sequence may have fewer.
         """
         in_16_bit, in_pages = self.counts.T
         kept = np.minimum(own[:, 0], count)
@@ -277,7 +277,12 @@ def _by_row(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _columns_at(table: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return ``counts`` columns of each row from ``starts`` on, padded with zeros."""
+    """Return ``counts`` columns of each row from ``starts`` on, followed by zeros.
+
+    Args:
+        table: (rows, columns, ...).
+        starts, counts: (rows,).
+    """
     columns = np.arange(counts.max(initial=0))
     found = table[np.arange(len(table))[:, None], (starts[:, None] + columns) % table.shape[1]]
     found[columns >= counts[:, None]] = 0

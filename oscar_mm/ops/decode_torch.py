@@ -65,8 +65,8 @@ class MergedAttention:
         """Attend from each token of a group to the later tokens of the group.
 
         Args:
-            keys, values: (batch, KV heads, queries, head_dim) of all tokens.
-            tokens: at least two tokens, in ascending order: a slice or int64 indices.
+            keys, values: (batch, KV heads, queries, head_dim), one for each query.
+            tokens: the group: a slice or ascending int64 indices of at least two queries.
         """
         # In reverse order, attention to later tokens is attention to earlier ones.
         queries = self._queries[:, :, tokens][:, :, :-1].flip(2)

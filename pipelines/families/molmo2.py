@@ -23,8 +23,8 @@ _PLACES = "image_token_pooling"
 class Molmo2(ClipFamily):
     """Family of Molmo 2.
 
-    The model's own arguments for videos cannot be combined with those for images; frames are the
-    same to it as images of a single tile.
+    The model's own arguments for videos cannot be combined with those for images. So the frames of
+    a video are passed as images of a single tile, which the model computes in the same way.
     """
 
     model_types = ("molmo2",)
@@ -54,12 +54,12 @@ class Molmo2(ClipFamily):
         return tokenizer.bos_token or tokenizer.eos_token
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """See ``ChatFormat.render``; with the token that the processor writes before it."""
+        """See ``ChatFormat.render``; begins with the token that the processor writes first."""
         text = super().render(messages, **options)
         return text if text.startswith(self._begin) else self._begin + text
 
     def modalities_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """See ``Family.modalities_of``; ends of rows, images and frames are parts of images."""
+        """See ``Family.modalities_of``; ends of rows, images and frames are image tokens too."""
         of_images = torch.tensor(self.processor.image_token_ids)
         return torch.isin(ids.cpu(), of_images).to(torch.int8)
 
@@ -90,8 +90,8 @@ class Molmo2(ClipFamily):
         }
 
     def join_media(self, name: str, parts: Sequence[Any]) -> Any:
-        """See ``Family.join_media``; tokens of images and frames pool different numbers of
-        patches."""
+        """See ``Family.join_media``; rows are padded, since tokens of images and of frames pool
+        different numbers of patches."""
         if name == _PLACES:
             most = max(part.shape[1] for part in parts)
             parts = [pad(part, (0, most - part.shape[1]), value=-1) for part in parts]
