@@ -38,7 +38,7 @@ class DecodePath:
         layers = "fused layers" if self.fused else "the model's own modules"
         if self.captured:
             return f"{layers}, captured as CUDA graphs"
-        why = "layers have attention sinks, chunks of attention, or states"
+        why = "layers have attention sinks, attention within chunks, or linear attention"
         return f"{layers}, one operation at a time, because {why}"
 
 
