@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.cache.paged_attention import TWO_WAY
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.engine.chat_format import ANSWER, QUESTION, ChatFormat
 from oscar_mm.engine.input_layout import InputLayout
@@ -113,6 +114,8 @@ class Family(ChatFormat, ABC):
         super().__init__(processor)
         self.outer_model, self.model = model, self.text_part(model)
         choose_experts(self.model)
+        for layer in self.model.get_decoder().layers if self.layout.two_way else ():
+            setattr(layer.self_attn, TWO_WAY, self.layout.two_way)
 
     @classmethod
     def text_part(cls, model: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from oscar_mm.cache.paged_attention import TWO_WAY
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.message import Message
 from oscar_mm.media.media import Medium
@@ -41,11 +40,6 @@ class Molmo2(ClipFamily):
         frames_as_images=True,
         two_way="prompt",
     )
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        super().__init__(model, processor)
-        for layer in self.model.get_decoder().layers:
-            setattr(layer.self_attn, TWO_WAY, self.layout.two_way)
 
     @property
     def _begin(self) -> str:

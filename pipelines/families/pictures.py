@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from PIL import Image
 
-from oscar_mm.cache.paged_attention import TWO_WAY
 from oscar_mm.engine.family import Encoding, Family
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.errors import InputError
@@ -153,11 +152,6 @@ class Gemma3(PictureFamily):
     model_types = ("gemma3",)
     name = "Gemma 3"
     layout = InputLayout(per_tile={"pixel_values": Modality.IMAGE}, two_way="run")
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        super().__init__(model, processor)
-        for layer in self.model.get_decoder().layers:
-            setattr(layer.self_attn, TWO_WAY, self.layout.two_way)
 
     def _shown(self, expansion: str) -> int:
         """See ``PictureFamily._shown``; an image has other tokens than its placeholder."""
