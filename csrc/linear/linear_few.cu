@@ -22,7 +22,7 @@
 #include "linear/grain.cuh"
 
 constexpr int MAX_DEPTH = 16;
-constexpr int MOST_BEFORE_X = WEIGHT_BITS == 4 ? 1 : MAX_DEPTH;  // boxes; each is the fastest
+constexpr int MOST_BEFORE_X = WEIGHT_BITS == 4 ? 1 : MAX_DEPTH;  // boxes; fastest by format
 constexpr int BOX_ROW = 256;  // bytes
 constexpr int SPAN = BOX_ROW / weight_bytes(PIECE);  // pieces
 constexpr int UNIT = WEIGHT_BITS == 4 ? 8 : 1;       // elements of W in an element of a tensor map
@@ -328,8 +328,8 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
     box_ahead += teams;
     if (box_ahead >= count) box_ahead = team, span_ahead += columns;
   };
-  // All that is in flight delays x and the preceding kernel's reads. So boxes before x are requested
-  // one after the other.
+  // All that is in flight delays x and the preceding kernel's reads. So the boxes before x are
+  // requested one after the other.
   const int before_x = min(depth, MOST_BEFORE_X);
 #pragma unroll 1
   for (int slot = 0; slot < before_x && span_ahead < spans; ++slot) {
