@@ -116,7 +116,7 @@ def modules_are_capturable(model: Any, device: torch.device) -> bool:
 
     Not if there are states, since a graph would keep their addresses, which change when rows join
     or leave the batch; nor attention sinks that the device's decode kernel does not take, since
-    unpacking the past waits for the device.
+    unpacking the past copies tables to the device, which a graph would not repeat.
     """
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     return (

@@ -170,7 +170,7 @@ class PromptScratch:
             self._writes = torch.zeros(MAX_PIECE, 3, dtype=torch.int32, device=device)
             self._writes[:, 1] = torch.arange(MAX_PIECE)
             self._flags = torch.zeros(len(layers), dtype=torch.int32, device=device)
-            # Keys that are not finite are reported when the complete prompt is stored.
+            # Numbers that are not finite are reported when the complete prompt is stored.
             self._unused_flag = self._flags.new_zeros(1)
             self._adapters, self._idle = RowAdapters.of(model), None
             if self._adapters is not None:
@@ -320,9 +320,7 @@ class PromptScratch:
             writes = self._writes[:size], self._unused_flag
             _attend(layer, heads[:size], sides, writes, run, found[:size])
             idle = chosen()
-            if (
-                layer is self._layers[-1]
-            ):  # Other rows have no logits, so only attention needs them.
+            if layer is self._layers[-1]:  # Only attention needs rows without logits.
                 needed = torch.cat([lasts, torch.arange(size, len(rows), device=rows.device)])
                 rows, found, here = rows[needed], found[needed], here[lasts]
                 idle = None if idle is None else idle[needed]
