@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -371,6 +371,16 @@ def test_sinks_without_a_cache(window: int | None) -> None:
     seen = None if window is None else torch.ones(1, 1, 7, 7).tril().triu(1 - window).bool()
     found, _ = attend(nn.Identity(), queries, keys, values, seen, s_aux=sinks)
     expected = plain_attention(queries, keys, values, window=window, sinks=sinks)
+    torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sinks_in_a_static_cache() -> None:
+    """The keys that come after those of a prompt are free places."""
+    queries, keys, values = chunk(0, 7)
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 9.0])
+    longer = (pad(x, (0, 0, 0, 5), value=3.0) for x in (keys, values))
+    found, _ = attend(nn.Identity(), queries, *longer, None, s_aux=sinks)
+    expected = plain_attention(queries, keys, values, sinks=sinks)
     torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -27,7 +27,8 @@ def with_sink_key(
         queries: (batch, query heads, tokens, head_dim).
         keys, values: (batch, KV heads, n, head_dim).
         visible: (batch, 1 or query heads, tokens, n): bool, whether a query attends to a key, or
-            numbers to add to the scores; None for causal attention of the last tokens.
+            numbers to add to the scores; None for causal attention, of several queries to the first
+            keys, of a single one to all keys.
         sinks: (query heads,).
         scaling: factor by which scores are multiplied.
 
@@ -37,7 +38,8 @@ def with_sink_key(
     if visible is None:
         new, count = queries.shape[2], keys.shape[2]
         ones = torch.ones(new, count, dtype=torch.bool, device=queries.device)
-        visible = ones.tril(count - new)[None, None]
+        # Keys after those of several queries are free places of a static cache.
+        visible = (ones.tril() if new > 1 else ones)[None, None]
     # True, or nothing to add.
     seen = pad(visible, (0, 1), value=int(visible.dtype == torch.bool))
     extra = queries.new_zeros(*queries.shape[:3], _PADDING)
