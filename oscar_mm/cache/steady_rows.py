@@ -118,7 +118,7 @@ class SteadyRows:
         # index in it of the next token.
         self.counts, self._left, self._head, self._page, self._first = np.zeros((5, 0), np.int32)
         # By row, ``SteadyStep.text`` of its first steady step.
-        self._text = np.zeros((0, 3), np.int32)
+        self._text = np.zeros((0, 4), np.int32)
         # The slots of a row that packs tokens are a ring. They come twice, so that those in use are
         # adjacent wherever its head is.
         self._slots = np.zeros((0, max(2 * (policy.window + 1), MAX_SPARE + 1)), np.int32)
@@ -138,7 +138,7 @@ class SteadyRows:
         self._page[place] = stream.pages[-1] if packs else -1
         self._first[place] = stream.stops[-1] if packs else 0
         tail = len(before.codes) - len(before.codes.rstrip(bytes([_TEXT])))
-        self._text[place] = tail, len(stream.slots), len(stream.pages)
+        self._text[place] = tail, len(stream.slots), len(stream.pages), len(before.codes)
         slots = 2 * _in_order(before) if packs else before.spare
         self._slots[place, : len(slots)] = slots
         self._write_past(place, row, 0 if packs else steps)
@@ -240,7 +240,7 @@ class SteadyRows:
             return None
         places = np.array([one.place for one in found])
         head, page, text = self._head[places], self._page[places], self._text[places]
-        text[:, 0] += self.counts[places]
+        text[:, [0, 3]] += self.counts[places, None]
         text[:, 1] += np.where(page >= 0, 0, self.counts[places])
         # A row that packs tokens takes the spare slot, which comes after those of the window.
         window = self._policy.window

@@ -181,8 +181,8 @@ class SteadyStep(NamedTuple):
         first: index of this token in the page.
         bits: format of the pages.
         past: tokens stored before the step.
-        text: (steady rows, 3): number of text tokens since the latest other token, and numbers of
-            16-bit tokens and of pages of the text stream.
+        text: (steady rows, 4): number of text tokens since the latest other token, numbers of
+            16-bit tokens and of pages of the text stream, and number of all tokens.
     """
 
     rows: np.ndarray
@@ -206,13 +206,20 @@ class SteadyStep(NamedTuple):
         return self._of(rows[self.rows])
 
     def latest(self, count: int) -> SteadyStep | None:
-        """Return the step for the rows whose last ``count`` tokens are all text, with only these
-        tokens in ``past``; None if there are no such rows."""
-        kept = self.text[:, 0] >= count
+        """Return the step for the rows whose last ``count`` tokens are all text, or that have no
+        more tokens, with only these tokens in ``past``; None if there are no such rows."""
+        whole = self.text[:, 3] <= count
+        kept = whole | (self.text[:, 0] >= count)
         if not kept.any():
             return None
-        step = self._of(kept)
-        return step._replace(past=step.past.latest(step.text[:, 1:], count))
+        step, cut = self._of(kept), ~whole[kept]
+        if not cut.any():
+            return step
+        longer = step._of(cut)
+        past = longer.past.latest(longer.text[:, 1:3], count)
+        if not cut.all():
+            past = step._of(~cut).past.beside(past, np.flatnonzero(cut))
+        return step._replace(past=past)
 
     def _of(self, kept: np.ndarray) -> SteadyStep:
         if kept.all():
