@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "audio_qa.jsonl"
 def test_answers_are_right(device: str, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     summary = audio_qa(EXAMPLE, out, "pocket-omni", device=device)
-    assert (summary["rows"], summary["failed"]) == (15, 0)
+    assert (summary["rows"], summary["failures"]) == (15, {})
     assert summary["choice_accuracy"] == 1.0 and summary["exact_match"] >= 0.8
     rows = read_lines(out)
     # Ten clips are one recording, and a choice is far likelier than the others.
