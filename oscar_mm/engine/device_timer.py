@@ -101,11 +101,11 @@ class PassTimer:
         self._launches = recent()
         self._current: tuple[Hashable, EarlyPass] | None = None
 
-    def launched(self, seconds: float) -> None:
+    def note_launch(self, seconds: float) -> None:
         """Record the seconds from the end of the host's wait until it had launched a pass."""
         self._launches.append(seconds)
 
-    def begun(self, kind: Hashable, early: EarlyPass) -> None:
+    def note_begin(self, kind: Hashable, early: EarlyPass) -> None:
         """Record that a pass has begun; passes of the same kind take about as long."""
         self._note_end()
         self._current = kind, early

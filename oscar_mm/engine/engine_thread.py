@@ -290,7 +290,7 @@ class EngineThread:
         """Whether calls are waiting that run the model."""
         return bool(self._passes)
 
-    def await_call(self, seconds: float) -> bool:
+    def wait_for_call(self, seconds: float) -> bool:
         """Wait for a call and run it; return False if none comes in time or the thread must end.
 
         Further calls that have arrived meanwhile are left to ``run_calls``.
@@ -308,7 +308,7 @@ class EngineThread:
     def run_calls(self) -> bool:
         """Run the waiting calls; return False if the thread must end."""
         while not self._inbox.empty():
-            if not self.await_call(0.0):
+            if not self.wait_for_call(0.0):
                 return False
         return True
 

@@ -124,8 +124,8 @@ class Scheduler:
         """Whether a new ``_mixed`` is to be created for the model's current weights, once the old
         one has no requests."""
         self._passes = PassTimer()
-        self._awaited = 0.0
-        """Time of ``perf_counter`` at which the wait of ``_await_prompts`` was to end."""
+        self._wait_ended = 0.0
+        """Time of ``perf_counter`` at which the wait of ``_wait_for_prompts`` was to end."""
         self._voices = Voices(store.policy, admission)
         self._blocked = False
         """Whether the queue waits for memory."""
@@ -256,7 +256,7 @@ class Scheduler:
         if not others:
             self._prepare()
         self._admit()
-        self._await_prompts()
+        self._wait_for_prompts()
         # Decode steps already ran between the layers of a chunk, and if no other requests run, the
         # first tokens need not wait for the second ones.
         decodes = not self._read_on() and others
@@ -312,7 +312,7 @@ class Scheduler:
             if self._thread.has_passes:
                 return
 
-    def _await_prompts(self) -> None:
+    def _wait_for_prompts(self) -> None:
         """While the device runs a pass with prompts, admit requests until shortly before its end.
 
         The next pass then includes a prompt that comes while this one runs. If the host launched it
@@ -320,11 +320,11 @@ class Scheduler:
         """
         while (seconds := self._seconds_for_prompts()) > 0:
             end = perf_counter() + seconds
-            if not self._thread.await_call(seconds):
-                self._awaited = end  # If other threads delay this one, it must wake up earlier.
+            if not self._thread.wait_for_call(seconds):
+                self._wait_ended = end  # If other threads delay this one, it must wake up earlier.
                 return
             self._admit()
-        self._awaited = perf_counter()
+        self._wait_ended = perf_counter()
 
     def _seconds_for_prompts(self) -> float:
         """Return the seconds that the host may wait for prompts; 0 or less if it should not."""
@@ -378,8 +378,8 @@ class Scheduler:
                 early = self._batches.step(piece)
                 if early is not None:
                     if may_wait:  # Other launches may take longer, such as after towers.
-                        self._passes.launched(early.launched - self._awaited)
-                    self._passes.begun((rows, piece and piece.shape), early)
+                        self._passes.note_launch(early.launched - self._wait_ended)
+                    self._passes.note_begin((rows, piece and piece.shape), early)
                 if piece is not None:
                     mixed.finish(piece)
             except BaseException as error:  # Even an interrupt by a hook, which would recur.

@@ -40,7 +40,7 @@ def early(monkeypatch) -> list[tuple[Hashable, EarlyPass]]:
     monkeypatch.setattr(GraphRunner, "_launched", launches)
     monkeypatch.setattr(Sampler, "__call__", samples)
     monkeypatch.setattr(decode_runner, "DeviceTimer", SimulatedTimer)
-    monkeypatch.setattr(PassTimer, "begun", lambda _, *given: found.append(given))
+    monkeypatch.setattr(PassTimer, "note_begin", lambda _, *given: found.append(given))
     monkeypatch.setattr(PassTimer, "seconds_left", lambda _: 0.0)
     return found
 
@@ -73,7 +73,7 @@ def test_a_pass_has_begun_before_the_tokens_of_the_last_are_taken(
 
     monkeypatch.setattr(Request, "write", writes)
     monkeypatch.setattr(
-        PassTimer, "begun", lambda _, kind, one: early.append((kind, one, taken[-3]))
+        PassTimer, "note_begin", lambda _, kind, one: early.append((kind, one, taken[-3]))
     )
     pipe = loaded(qwen3_vl_folder)
     running = [made(pipe, text(5, seed), max_new_tokens=40) for seed in range(3)]
@@ -120,9 +120,9 @@ def test_a_late_end_of_the_wait_counts_as_launch(
     def launched(_: PassTimer, seconds: float) -> None:
         launches.append(seconds)
         monkeypatch.setattr(PassTimer, "seconds_left", lambda _: 0.001)
-        monkeypatch.setattr(EngineThread, "await_call", late)
+        monkeypatch.setattr(EngineThread, "wait_for_call", late)
 
-    monkeypatch.setattr(PassTimer, "launched", launched)
+    monkeypatch.setattr(PassTimer, "note_launch", launched)
     one = made(pipe, text(5), max_new_tokens=60)
     pipe.engine.submit(one)
     pipe.engine.run_until(lambda: len(one.tokens) > 2)
@@ -143,7 +143,7 @@ def test_launches_after_towers_do_not_shorten_later_waits(
         sleep(0.5)
         return read(*given)
 
-    monkeypatch.setattr(PassTimer, "launched", lambda _, seconds: launches.append(seconds))
+    monkeypatch.setattr(PassTimer, "note_launch", lambda _, seconds: launches.append(seconds))
     monkeypatch.setattr(
         mixed_prefill,
         "media_rows",

@@ -32,7 +32,7 @@ def clock(monkeypatch) -> list[float]:
 def begun(timer: PassTimer, kind: str, seconds: float) -> Point:
     """Let a pass begin now; return its end."""
     now, end = device_timer.time.perf_counter(), Point(seconds)
-    timer.begun(kind, EarlyPass(Point(0.0, True), end, now, now))
+    timer.note_begin(kind, EarlyPass(Point(0.0, True), end, now, now))
     return end
 
 
@@ -43,8 +43,8 @@ def run(timer: PassTimer, kind: str, *seconds: float) -> None:
 
 def test_waits_until_shortly_before_the_shortest_pass_ends(clock) -> None:
     timer = PassTimer()
-    timer.launched(0.001)
-    timer.launched(0.004)
+    timer.note_launch(0.001)
+    timer.note_launch(0.004)
     run(timer, "long", 0.030, 0.024, 0.025)
     run(timer, "short", 0.005, 0.005, 0.005)
     begun(timer, "long", 0.024)
@@ -61,7 +61,7 @@ def test_does_not_wait_without_knowledge(clock) -> None:
     run(timer, "long", 0.024, 0.024, 0.024)
     begun(timer, "long", 0.024)
     assert timer.seconds_left() <= 0  # How long a launch takes is unknown.
-    timer.launched(0.001)
+    timer.note_launch(0.001)
     assert timer.seconds_left() > 0
     begun(timer, "other", 0.024)
     assert timer.seconds_left() <= 0  # So is how long this pass takes.
@@ -69,7 +69,7 @@ def test_does_not_wait_without_knowledge(clock) -> None:
 
 def test_does_not_wait_for_a_pass_that_is_over(clock) -> None:
     timer = PassTimer()
-    timer.launched(0.001)
+    timer.note_launch(0.001)
     run(timer, "long", 0.024, 0.024, 0.024)
     assert timer.seconds_left() <= 0
 
@@ -77,7 +77,7 @@ def test_does_not_wait_for_a_pass_that_is_over(clock) -> None:
 def test_a_slow_launch_is_forgotten(clock) -> None:
     timer = PassTimer()
     for seconds in (0.5, *[0.001] * 9):  # The first one captured a graph.
-        timer.launched(seconds)
+        timer.note_launch(seconds)
     run(timer, "long", 0.9, *[0.024] * 9)
     begun(timer, "long", 0.024)
     assert 0.018 < timer.seconds_left() < 0.024
@@ -86,9 +86,9 @@ def test_a_slow_launch_is_forgotten(clock) -> None:
 def test_work_of_the_host_is_no_part_of_a_pass(clock) -> None:
     """Between the begin of a pass and its record, the host gives the last tokens to requests."""
     timer = PassTimer()
-    timer.launched(0.001)
+    timer.note_launch(0.001)
     run(timer, "long", 0.024, 0.024, 0.024)
     early = EarlyPass(Point(0.0, True), Point(0.024), clock[0], clock[0])
     clock[0] += 0.010
-    timer.begun("long", early)
+    timer.note_begin("long", early)
     assert 0.008 < timer.seconds_left() < 0.014
