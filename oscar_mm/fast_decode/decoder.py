@@ -132,8 +132,8 @@ def _has_known_parts(layer: Any) -> bool:
     if is_hybrid(layer) and not has_hybrid_parts(layer):
         return False
     attention: Any = getattr(layer, "self_attn", None)
-    of_queries = getattr(attention, "q_norm", None)
-    all_heads = of_queries is not None and of_queries.weight.numel() != attention.head_dim
+    of_queries = getattr(getattr(attention, "q_norm", None), "weight", None)
+    all_heads = of_queries is not None and of_queries.numel() != attention.head_dim
     if all_heads or getattr(layer, "norm_after", False):
         return False
     mlp, names = layer.mlp, ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
