@@ -178,7 +178,7 @@ def test_sliding_window(policy: str, window: int) -> None:
 def test_windows_of_many_tokens_are_read_in_blocks(
     policy: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the past, only what is in a window is unpacked."""
+    """A chunk unpacks only the past tokens that are in its windows."""
     ids = left_padded(random_ids(3, 400, 300, 600), 1300, 700)
     cache, read, masks = OscarCache(policy), list[int](), list[torch.Size]()
     unpacked, masked = layer_module.OscarLayer.unpacked, paged_attention._masked

@@ -131,7 +131,7 @@ def test_kernels_compute_what_modules_do(rows: int) -> None:
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_norms_of_gemma_are_one_launch(monkeypatch) -> None:
-    """Of hidden states and of query heads, which are transposed."""
+    """Norms of hidden states, and norms of query heads, whose input is transposed."""
     torch.manual_seed(0)
     seen, launch = [], CenteredNormKernel.__call__
     monkeypatch.setattr(CenteredNormKernel, "__call__", lambda *x: (seen.append(x), launch(*x))[1])
