@@ -309,6 +309,7 @@ class PromptScratch:
         run = VarlenBatch(
             slice(size), {}, (to, to), here, query_ends, key_ends, (size, self.tokens), size
         )
+        writes = self._writes[:size], self._unused_flag
         features = self._features if shape.adds_features and self._features is not None else ()
         for level, (layer, sides) in enumerate(zip(self._layers, self._sides, strict=True)):
             heads = layer.projected(rows)
@@ -317,7 +318,6 @@ class PromptScratch:
             if cache is not None:
                 decoded = layer.attend(heads[size:], len(heads) - size, cache)
                 found[size:] = decoded.view_as(found[size:])
-            writes = self._writes[:size], self._unused_flag
             _attend(layer, heads[:size], sides, writes, run, found[:size])
             idle = chosen()
             if layer is self._layers[-1]:  # Only attention needs rows without logits.
