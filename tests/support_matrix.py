@@ -18,10 +18,9 @@ from transformers import AutoConfig
 from benchmarks.record import RESULTS
 from oscar_mm import InputError
 from oscar_mm.engine.family import Family
-from oscar_mm.fast_decode.decoder import supports
+from oscar_mm.fast_decode.decoder import has_decode_kernel, supports
 from oscar_mm.models import bundled
 from oscar_mm.models.released import released_model
-from oscar_mm.ops.decode import takes_sinks
 from oscar_mm.pipelines.registry import find_family
 from oscar_mm.pipelines.weight_formats import FORMATS, quantize
 from tests.cache.test_generate import DECODERS
@@ -81,8 +80,7 @@ def _row(name: str, folder: Path) -> tuple[str, ...]:
     assert family is not None
     make: Any = getattr(family.auto_class, "from_config", None) or family.auto_class._from_config
     model = family.text_part(make(config))
-    has_sinks = any(x.endswith("sinks") for x, _ in model.named_parameters())
-    devices = [x for x in ("cpu", "cuda") if not has_sinks or takes_sinks(torch.device(x))]
+    devices = [x for x in ("cpu", "cuda") if has_decode_kernel(model, torch.device(x))]
     reads = sorted(modality.label for modality in family.reads) or ["text only"]
     decoder = config.get_text_config(decoder=True).model_type
     tried = _tried()[config.model_type]

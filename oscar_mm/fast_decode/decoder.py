@@ -118,12 +118,17 @@ def modules_are_capturable(model: Any, device: torch.device) -> bool:
     or leave the batch; nor attention sinks that the device's decode kernel does not take, since
     unpacking the past copies tables to the device, which a graph would not repeat.
     """
-    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     return (
         decodes_any_rows(model)
         and not layers_of_states(model.config)
-        and (not has_sinks or takes_sinks(device))
+        and has_decode_kernel(model, device)
     )
+
+
+def has_decode_kernel(model: Any, device: torch.device) -> bool:
+    """Return whether the decode kernel of a device takes the model's attention sinks, if any."""
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return not has_sinks or takes_sinks(device)
 
 
 def _has_known_parts(layer: Any) -> bool:
