@@ -90,9 +90,9 @@ class SharedMedia:
         """
         if self._prompt is None:
             return
-        state = self.pipe.engine.reader.state
+        reader = self.pipe.engine.reader
         if self._cache.get_seq_length():
-            if state != self._state:
+            if reader.state != self._state:
                 raise InputError(
                     "the model's weights or adapters have changed since the shared media were "
                     "prefilled: create a new SharedMedia"
@@ -103,14 +103,14 @@ class SharedMedia:
 
         def prefill() -> None:
             try:
-                self.pipe.engine.reader.read(prompt, cache)
+                reader.read(prompt, cache)
             except BaseException:
                 cache.reset()
                 raise
+            self._state = reader.state  # Now, since a model's first prefill on a GPU moves weights.
 
         self.pipe.engine.call(prefill, runs_model=True)
-        self._state, ids = state, self._prompt.inputs["input_ids"]
-        self._prompt = replace(self._prompt, inputs={"input_ids": ids})
+        self._prompt = replace(self._prompt, inputs={"input_ids": self._prompt.inputs["input_ids"]})
 
     def new_request(self, question: str, sampling: Sampling) -> Request:
         """Create a request that continues from the media's pages; the first call prefills them.

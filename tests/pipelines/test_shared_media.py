@@ -48,6 +48,22 @@ def test_answers_are_those_of_whole_prompts(name, request) -> None:
     assert pipe.store.memory().used_bytes == before
 
 
+def test_weights_may_move_while_media_are_prefilled(llava, monkeypatch) -> None:
+    """As on a GPU, where a model's first prefill joins projections."""
+    reader, read = llava.engine.reader, llava.engine.reader.read
+    weight = llava.model.get_decoder().layers[0].self_attn.q_proj.weight
+
+    def moving(*arguments):
+        weight.data = weight.data.clone()
+        return read(*arguments)
+
+    monkeypatch.setattr(reader, "read", moving)
+    media = SharedMedia(llava, llava.read_media([noise(64, 64)]))
+    first, second = (media.question("What is it?", ["A dog", "A sign"]) for _ in range(2))
+    assert choose(llava, [first])[0].scores == choose(llava, [second])[0].scores
+    media.close()
+
+
 @pytest.mark.parametrize("name", ["llava", "omni"])
 def test_choices_are_scored_as_whole_answers(name, request, monkeypatch) -> None:
     pipe = request.getfixturevalue(name)
