@@ -50,6 +50,7 @@ def test_answers_are_those_of_whole_prompts(name, request) -> None:
 
 def test_weights_may_move_while_media_are_prefilled(llava, monkeypatch) -> None:
     """As on a GPU, where a model's first prefill joins projections."""
+    monkeypatch.setattr(llava.model.generation_config, "eos_token_id", [7, 300])
     reader, read = llava.engine.reader, llava.engine.reader.read
     weight = llava.model.get_decoder().layers[0].self_attn.q_proj.weight
 
