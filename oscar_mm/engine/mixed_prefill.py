@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from math import ceil
 from time import perf_counter
 from typing import NamedTuple
 
@@ -43,10 +44,13 @@ _FEW_WAIT = 1024
 """Maximum number of rows of a pass while few requests wait. A GPU computes no faster per token with
 more, and decode steps that share the weights with prompts are spread over more passes; but the host
 takes as long for each pass."""
-_ROWS = (64, 128, 256, 512, 768, _FEW_WAIT, 1536, 2048, MAX_PIECE)
+_STRETCHED = _FEW_WAIT + 128
+"""Maximum number of rows of a pass while few requests wait, if prompts then take fewer passes. The
+end of a prompt in a short pass of its own would cost the first token more."""
+_ROWS = (64, 128, 256, 512, 768, _FEW_WAIT, _STRETCHED, 1536, 2048, MAX_PIECE)
 """Numbers of rows that a pass without a decode step may have; a graph is kept for each. Products
 compute tiles of 128 rows, so other numbers would waste a part of a tile."""
-_BESIDE = (128, 256, 512, 768, _FEW_WAIT, MAX_PIECE)
+_BESIDE = (128, 256, 512, 768, _FEW_WAIT, _STRETCHED, MAX_PIECE)
 """Numbers of rows that a pass with a decode step may have: fewer, since a graph is captured for
 each of them and each batch size."""
 _LEAST = 32
@@ -242,7 +246,7 @@ class MixedPrefill:
         # A long pass is padded to its size; unless it is nearly full, two short ones take no
         # longer.
         fills = not rows or rows + left > 2 * _FEW_WAIT
-        most = MAX_PIECE if many_wait and fills else _FEW_WAIT
+        most = MAX_PIECE if many_wait and fills else _most_rows(rows, left)
         size = _piece_size(rows, left, most)
         self._uses[rows, size] += 1
         if alone := not rows or self._uses[rows, size] <= _SEPARATE:
@@ -389,6 +393,13 @@ def _piece_size(rows: int, unread: int, most: int = MAX_PIECE) -> int:
     ``rows`` decode."""
     sizes = _piece_sizes(rows, most)
     return next((size for size in sizes if size >= unread), sizes[-1])
+
+
+def _most_rows(rows: int, unread: int) -> int:
+    """Return the maximum number of rows of a pass in which ``rows`` decode, while few requests
+    wait, of whose prompts ``unread`` tokens are left."""
+    usual, stretched = (ceil(unread / (most - rows)) for most in (_FEW_WAIT, _STRETCHED))
+    return _STRETCHED if stretched < usual else _FEW_WAIT
 
 
 def _piece_sizes(rows: int, most: int = MAX_PIECE) -> list[int]:

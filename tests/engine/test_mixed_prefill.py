@@ -397,11 +397,15 @@ def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "unread", "size"),
-    [(64, 1900, 960), (64, 2000, 2496), (0, 1500, 1536), (0, 2600, 2560)],
+    ("many", "rows", "unread", "size"),
+    [
+        *[(True, 64, 1900, 960), (True, 64, 2000, 2496), (True, 0, 1500, 1536)],
+        *[(True, 0, 2600, 2560), (False, 64, 1900, 960), (False, 64, 2000, 1088)],
+        *[(False, 64, 2200, 960), (False, 32, 1100, 1120), (False, 0, 2000, 1024)],
+    ],
 )
-def test_passes_are_long_only_if_they_are_full(
-    monkeypatch, rows: int, unread: int, size: int
+def test_passes_are_long_only_if_they_are_full_or_fewer(
+    monkeypatch, many: bool, rows: int, unread: int, size: int
 ) -> None:
     monkeypatch.setattr(mixed_prefill, "_SEPARATE", 0)
     scratch = SimpleNamespace(tokens=9000, prepare=lambda *given: SimpleNamespace(shape=given[2]))
@@ -410,7 +414,7 @@ def test_passes_are_long_only_if_they_are_full(
     mixed = MixedPrefill(None, scratch, None)
     monkeypatch.setattr(mixed, "_begin", lambda readings: None)
     mixed.add(SimpleNamespace(unread=prompt, cache=cache, ended=False))
-    piece = mixed.next_piece(rows, many_wait=True)
+    piece = mixed.next_piece(rows, many_wait=many)
     assert piece is not None and piece.shape.rows == size
 
 
