@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
+from wsproto.events import Event, Message, Ping, Pong
 
 _LINGER_S = 5.0
 """Maximum seconds in which a client can read what was sent to it before the end."""
+_PARTS_PER_S, _PARTS_BURST = 400, 1000
+"""Number of pings, pongs and parts of messages that a WebSocket may send in a second, and at once
+after a pause."""
+_PART_BYTES = 1024
+"""Bytes of a message for which one more part may come."""
+_SLICE_BYTES = 8192
+"""Bytes that are parsed at once, so that a flood is noticed before others wait for it."""
 
 
 @dataclass(eq=False)
@@ -113,8 +122,41 @@ class Connection(H11Protocol):
 
 
 class Socket(WSProtocol):
-    """WebSocket whose application learns at once that a client is gone, and which does not wait for
-    a client that reads nothing once its application has ended."""
+    """WebSocket whose application learns at once that a client is gone, which does not wait for a
+    client that reads nothing once its application has ended, and which ends a flood of frames that
+    are no messages, as the application cannot see them."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._parts, self._since = float(_PARTS_BURST), self.loop.time()
+        """Parts that may come, and when they were counted."""
+        events = self.conn.events
+        self.conn.events = lambda: self._bounded(events())
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received data, slice by slice, until the connection ends."""
+        for start in range(0, len(data), _SLICE_BYTES):
+            if self.transport.is_closing():
+                return
+            super().data_received(data[start : start + _SLICE_BYTES])
+
+    def _bounded(self, events: Iterable[Event]) -> Generator[Event, None, None]:
+        """Yield events; if there are too many that are no messages, end the connection."""
+        for event in events:
+            if isinstance(event, Message):
+                self._parts += len(event.data) / _PART_BYTES
+            is_part = isinstance(event, Message) and not event.message_finished
+            if (is_part or isinstance(event, Ping | Pong)) and not self._may_take_part():
+                self.transport.abort()
+                return
+            yield event
+
+    def _may_take_part(self) -> bool:
+        """Count a frame that is no message; return whether it may come."""
+        now = self.loop.time()
+        refilled = self._parts + _PARTS_PER_S * (now - self._since)
+        self._parts, self._since = min(_PARTS_BURST, refilled) - 1, now
+        return self._parts >= 0
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop messages that were received but not taken, since nobody waits for answers."""

@@ -21,6 +21,8 @@ _MAX_PARTS = 64
 _MAX_NAME, _MAX_TOOL_NAME = 64, 128
 Id = Annotated[str, Field(min_length=1, max_length=_MAX_NAME)]
 Text = Annotated[str, Field(max_length=_MAX_TEXT)]
+Name = Annotated[str, Field(max_length=_MAX_NAME)]
+Note = Annotated[str, Field(max_length=512)]
 Modalities = Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=2)]
 ToolChoice = str | dict[str, Any]
 MaxTokens = Annotated[int, Field(ge=1)] | Literal["inf"]
@@ -67,7 +69,7 @@ class AudioTranscription(_Fields):
     refused = {"languages": ([],), "keywords": ([],), "delay": ()}
 
     model: str | None = None
-    language: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
+    language: Name | None = None
     prompt: Text | None = None
 
 
@@ -87,7 +89,7 @@ class AudioOutput(_Fields):
     refused = {"speed": (1, 1.0)}
 
     format: AudioFormat | None = None
-    voice: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
+    voice: Name | None = None
 
 
 class Audio(_Fields):
@@ -137,7 +139,7 @@ class ResponseFields(_Fields):
     max_output_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     tool_choice: ToolChoice | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[Name, Note], Field(max_length=16)] | None = None
     audio: Audio | None = None
 
 
@@ -191,7 +193,7 @@ class ClientEvent(_Fields):
     """Event of a client."""
 
     type: str
-    event_id: Annotated[str, Field(max_length=512)] | None = None
+    event_id: Note | None = None
 
 
 class SessionUpdate(ClientEvent):

@@ -118,6 +118,8 @@ class RealtimeItems:
         self.speaks = family.talker is not None and bool(family.talker.speakers)
         self._listening = chat.listen(HEARD_RATE, speak=self.speaks) if self.hears else None
         self._entries: dict[str, Entry] = {}
+        self._size = 0
+        """Sum of their sizes."""
         self.unanswered: list[Entry] = []
         self._later: list[Entry] = []
         """Messages that came during a recording; the chat gets them after it."""
@@ -138,13 +140,15 @@ class RealtimeItems:
             raise FieldError(f"a session has at most {_MAX_ITEMS:,} items", "item")
         about = {"item": entry.item, "previous_item_id": self.last_id}
         self._entries[entry.id] = entry
+        self._size += entry.size
         await self._tasks.tell("conversation.item.added", **about)
         if done:
             await self._tasks.tell("conversation.item.done", **about)
 
     def drop(self, entry: Entry) -> None:
         """Remove an item that has not become part of the conversation."""
-        self._entries.pop(entry.id, None)
+        if self._entries.pop(entry.id, None) is not None:
+            self._size -= entry.size
 
     @property
     def last_id(self) -> str | None:
@@ -206,8 +210,7 @@ class RealtimeItems:
         return any(entry.item.get("call_id") == call_id for entry in self._entries.values())
 
     def _check_room(self, size: int, field: str) -> None:
-        items = sum(one.size for one in self._entries.values())
-        if size + items + self._instructions > self._max_size:
+        if size + self._size + self._instructions > self._max_size:
             raise FieldError(
                 "the characters of all items and new instructions, plus bytes of images that are "
                 f"not answered, exceed {self._max_size:,}: ask for a response, or begin a new "
@@ -371,7 +374,9 @@ class RealtimeItems:
             else:
                 media += len(entry.message.media)
         for entry in (*asked, *answers):
+            before = entry.size
             entry.turn, entry.message = len(self.chat.turns) - 1, None
+            self._size += entry.size - before
         self.unanswered = [entry for entry in self.unanswered if entry not in asked]
         self._instructions = 0
 
@@ -387,7 +392,7 @@ class RealtimeItems:
         if self.answering is not None or (listening and listening.read_tokens):
             raise FieldError("cannot be deleted while something is heard or said", "item_id")
         await self._tasks.in_thread(partial(self._forget, entry.turn, entry.medium))
-        del self._entries[item_id]
+        self.drop(entry)
         await self._tasks.tell("conversation.item.deleted", item_id=item_id)
 
     def _forget(self, turn: int, medium: int) -> None:

@@ -129,6 +129,7 @@ class RealtimeSession:
 
     async def take(self, data: str | bytes) -> None:
         """Handle an event; if it is invalid, send the client an error."""
+        await self._tasks.wait_for_room()
         event_id = None
         try:
             event = read_event(data)
@@ -154,6 +155,8 @@ class RealtimeSession:
                 await self._update(event.session)
                 await self._tasks.tell("session.updated", session=self._settings)
             case ItemCreate():
+                if event.item.id == self._sound.item_id:
+                    raise FieldError("is the id of the current recording: leave it out", "item.id")
                 entry, samples = await self._items.create(event)
                 if samples is not None:
                     await self._sound.add_item(entry, samples, event)

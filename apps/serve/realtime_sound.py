@@ -36,6 +36,7 @@ class RealtimeSound:
 
     Attributes:
         uncommitted: number of samples of the current recording.
+        item_id: id of the item that the current recording becomes.
     """
 
     def __init__(
@@ -54,8 +55,7 @@ class RealtimeSound:
         tasks.gone.add_done_callback(lambda _: self._drained.set())
         self._resampler = _resampler()
         self._received = self.uncommitted = 0
-        self._id = new_id()
-        """Id of the item that the current recording becomes."""
+        self.item_id = new_id()
         self._detection: dict[str, Any] | None = None
         self._detector: SpeechDetector | None = None
 
@@ -152,9 +152,11 @@ class RealtimeSound:
         self.detect(self._detection)
 
     async def _make_item(self) -> None:
-        entry = Entry(message_item(self._id, "user", [{"type": "input_audio", "transcript": None}]))
+        entry = Entry(
+            message_item(self.item_id, "user", [{"type": "input_audio", "transcript": None}])
+        )
         await self._tell("committed", previous_item_id=self._items.last_id)
-        self._id, self.uncommitted = new_id(), 0
+        self.item_id, self.uncommitted = new_id(), 0
         await self._items.add(entry)
         self._tasks.do(partial(self._items.end_recording, entry))
         self._transcriber.transcribe(entry)
@@ -167,7 +169,7 @@ class RealtimeSound:
         self._tasks.do(self._items.discard)
 
     async def _tell(self, kind: str, **fields: Any) -> None:
-        await self._tasks.tell(f"input_audio_buffer.{kind}", **fields, item_id=self._id)
+        await self._tasks.tell(f"input_audio_buffer.{kind}", **fields, item_id=self.item_id)
 
 
 def _resampler() -> Any:

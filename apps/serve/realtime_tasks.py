@@ -15,6 +15,8 @@ from oscar_mm.apps.serve.realtime_events import ClientEvent
 from oscar_mm.apps.serve.refusals import ClientGone, Refusal, as_refusals
 
 Result = TypeVar("Result")
+_MAX_QUEUED = 500
+"""Number of queued actions from which on the server receives no more until some are done."""
 
 
 class RealtimeTasks:
@@ -38,6 +40,8 @@ class RealtimeTasks:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._metrics, self._send, self._threads = metrics, send, threads
         self._work: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._taken = asyncio.Event()
+        self.gone.add_done_callback(lambda _: self._taken.set())
         self._running: set[asyncio.Task[None]] = set()
         self._worker: asyncio.Task[None] | None = None
 
@@ -72,9 +76,17 @@ class RealtimeTasks:
 
         self._work.put_nowait(guarded)
 
+    async def wait_for_room(self) -> None:
+        """Wait while too many actions are queued."""
+        while self._work.qsize() >= _MAX_QUEUED and not self.gone.done():
+            self._taken.clear()
+            await self._taken.wait()
+
     async def _work_on(self) -> None:
         while True:
-            await (await self._work.get())()
+            action = await self._work.get()
+            self._taken.set()
+            await action()
 
     async def in_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function in a thread of the sessions."""

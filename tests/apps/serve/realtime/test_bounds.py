@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as raw_connect
 
+from oscar_mm.apps.serve.realtime_responses import RealtimeResponses
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from tests.apps.serve.conftest import started
-from tests.apps.serve.realtime.client import KEY, RATE, Talk, ask, connected, sound, talked
+from tests.apps.serve.realtime.client import KEY, PUSH, RATE, Talk, ask, connected, sound, talked
 
 
 def test_who_may_connect(address: str) -> None:
@@ -135,7 +137,7 @@ def test_a_client_that_does_not_read_is_left(address: str, monkeypatch: pytest.M
         assert next(sent) > 1
 
 
-TEXT = 1
+TEXT, CONTINUATION, PING, PONG = 1, 0, 9, 10
 
 
 @contextmanager
@@ -155,6 +157,71 @@ def frame(kind: int, data: bytes, *, last: bool = True) -> bytes:
     length = bytes([len(data)]) if len(data) < 126 else b"\x7f" + len(data).to_bytes(8, "big")
     length = bytes([length[0] | 0x80]) + length[1:]
     return bytes([kind | (0x80 if last else 0)]) + length + bytes(4) + data
+
+
+@pytest.mark.parametrize(
+    ("first", "flood"),
+    [
+        (b"", frame(PING, b"a" * 125)),
+        (b"", frame(PONG, b"")),
+        (frame(TEXT, b"{", last=False), frame(CONTINUATION, b"", last=False)),
+        (frame(TEXT, b"{", last=False), frame(CONTINUATION, b" ", last=False)),
+    ],
+    ids=["pings", "pongs", "empty parts", "small parts"],
+)
+def test_a_flood_of_frames_that_are_no_messages_ends(
+    address: str, first: bytes, flood: bytes
+) -> None:
+    """They never reach the session, whose bounds are on events."""
+    deadline = time.monotonic() + 3  # An idle session would end later.
+    with upgraded(address) as client, pytest.raises(ConnectionError):
+        client.settimeout(3)
+        client.sendall(first)
+        while time.monotonic() < deadline:
+            client.sendall(flood * 1000)
+
+
+def test_messages_in_parts_among_pings_are_taken(address: str) -> None:
+    uri = address.replace("http", "ws") + "/v1/realtime?model=tiny"
+    with raw_connect(uri, additional_headers={"Authorization": f"Bearer {KEY}"}) as client:
+        client.recv(5)
+        text = json.dumps({"type": "session.update", "more": "x" * 3_000_000, "session": {}})
+        for part_size, parts in ((1 << 11, 1500), (1 << 16, 50)):
+            client.send(text[at : at + part_size] for at in range(0, len(text), part_size))
+            assert json.loads(client.recv(10))["type"] == "session.updated", parts
+            assert all(client.ping().wait(5) for _ in range(50))
+
+
+def test_events_wait_while_many_are_queued(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A truncation waits for the running answer, and what follows it waits too."""
+    monkeypatch.setattr("oscar_mm.apps.serve.realtime_tasks._MAX_QUEUED", 8)
+    goes_on, send = threading.Event(), RealtimeResponses._send_piece
+
+    async def held_up(*arguments: Any) -> None:
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        await send(*arguments)
+
+    async def talk(one: Talk) -> None:
+        await ask(one, "What is it?")
+        item = (await one.until("response.done")).response.output[0]
+        monkeypatch.setattr(RealtimeResponses, "_send_piece", held_up)
+        await ask(one, "And?")
+        await one.until("response.created")
+        for _ in range(20):
+            end = {"item_id": item.id, "content_index": 0, "audio_end_ms": 0}
+            await one.connection.conversation.item.truncate(**end)
+        await one.connection.session.update(session=PUSH)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await one.connection.recv()
+        goes_on.set()
+        kinds = list[str]()
+        while "session.updated" not in kinds:
+            kinds.append((await one.connection.recv()).type)
+        assert kinds.count("error") >= 12
+
+    talked(address, talk, max_output_tokens=9)
 
 
 def test_sound_faster_than_it_is_read_waits(address: str) -> None:

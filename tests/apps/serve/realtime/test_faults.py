@@ -30,6 +30,20 @@ FAULTS: list[tuple[str | bytes, str]] = [
     ('{"type": "response.cancel"}', "no such active response"),
     ('{"type": "response.create", "response": {"input": []}}', "input"),
     ('{"type": "response.create", "response": {"tools": [{}]}}', "tools"),
+    (
+        json.dumps({"type": "response.create", "response": {"metadata": {"a": "b" * 513}}}),
+        "response.metadata.a: has more than the allowed 512",
+    ),
+    (
+        '{"type": "session.update", "session": {"audio": {"input": {"format": {"type": '
+        '"audio/pcm", "rate": 0}}}}}',
+        "rate: must be 24000",
+    ),
+    (
+        '{"type": "session.update", "session": {"audio": {"input": {"turn_detection": '
+        '{"threshold": NaN}}}}}',
+        "must be at most 1",
+    ),
     ('{"type": "response.create", "response": {"tool_choice": "must"}}', "tool_choice"),
     ('{"type": "conversation.item.delete", "item_id": "x"}', "not the id of an item"),
     (

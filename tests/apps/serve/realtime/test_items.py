@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+import itertools
 
+import numpy as np
+import pytest
+
+from oscar_mm.apps.serve.realtime_items import Entry
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from oscar_mm.engine.message import Message
@@ -18,6 +22,7 @@ from tests.apps.serve.realtime.client import (
     encoded,
     show,
     sound,
+    speech,
     talked,
 )
 
@@ -136,3 +141,42 @@ def test_an_answer_of_the_client_that_is_refused_is_no_item(address: str) -> Non
         assert "not the id of an item" in (await one.until("error")).error.message
 
     talked(address, talk, output_modalities=["text"])
+
+
+def test_no_item_has_the_id_of_the_current_recording(address: str) -> None:
+    """Otherwise the recording would replace it, and its size would no longer count."""
+
+    async def talk(one: Talk) -> None:
+        detection = {"type": "server_vad", "create_response": False}
+        audio = {"input": {"turn_detection": detection}}
+        await one.connection.session.update(session={"type": "realtime", "audio": audio})
+        await one.say(speech(1)[: 2 * RATE])
+        began = await one.until("input_audio_buffer.speech_started")
+        part = {"type": "input_text", "text": "What is it?"}
+        item = {"type": "message", "role": "user", "content": [part], "id": began.item_id}
+        await one.connection.conversation.item.create(item=item)
+        assert "current recording" in (await one.until("error")).error.message
+        await one.connection.input_audio_buffer.commit()
+        assert (await one.until("input_audio_buffer.committed")).item_id == began.item_id
+
+    talked(address, talk)
+
+
+def test_an_item_takes_no_longer_after_many_others(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes of all items would take 4 ms to add up when there are as many as there may be."""
+    sizes, size = itertools.count(), Entry.size.fget
+    monkeypatch.setattr(Entry, "size", property(lambda one: (next(sizes), size(one))[1]))
+    counts = []
+
+    async def talk(one: Talk) -> None:
+        for number in range(40):
+            part = {"type": "input_text", "text": f"Item {number}"}
+            item = {"type": "message", "role": "user", "content": [part]}
+            await one.connection.conversation.item.create(item=item)
+            await one.until("conversation.item.done")
+            counts.append(next(sizes))
+
+    talked(address, talk)
+    assert counts[39] - counts[38] == counts[1] - counts[0]
