@@ -103,7 +103,9 @@ class Realtime:
             text = json.dumps(event)
             sent += len(text)
             try:
-                await asyncio.wait_for(socket.send_text(text), _SEND_S)
+                # Not wait_for, which can swallow a cancellation in Python 3.11.
+                async with asyncio.timeout(_SEND_S):
+                    await socket.send_text(text)
             except (TimeoutError, WebSocketDisconnect, RuntimeError, OSError):
                 assert session is not None
                 session.leave()
@@ -130,7 +132,8 @@ class Realtime:
             await session.close()
         if socket.application_state is WebSocketState.CONNECTED:
             with suppress(WebSocketDisconnect, RuntimeError, OSError, TimeoutError):
-                await asyncio.wait_for(socket.close(*ended), _SEND_S)
+                async with asyncio.timeout(_SEND_S):
+                    await socket.close(*ended)
 
     def _new_chat(self, model: str | None) -> Chat:
         """Return a chat that shares no prefix with others."""
@@ -155,8 +158,8 @@ class Realtime:
         loop, budget, before = asyncio.get_running_loop(), float(_BURST), 0.0
         slowed = 0
         while slowed < _MAX_SLOWED:
-            idle_s = self._service.limits.realtime_idle_s
-            message = await asyncio.wait_for(socket.receive(), idle_s)
+            async with asyncio.timeout(self._service.limits.realtime_idle_s):
+                message = await socket.receive()
             if message["type"] == "websocket.disconnect":
                 return 1000, "the client has disconnected"
             data = message.get("text") or message.get("bytes") or ""

@@ -83,7 +83,7 @@ class RealtimeTasks:
             await self._taken.wait()
 
     async def _work_on(self) -> None:
-        while True:
+        while not self.gone.done():
             action = await self._work.get()
             self._taken.set()
             await action()
@@ -114,7 +114,9 @@ class RealtimeTasks:
             self.gone.set_result(None)
 
     async def close(self) -> None:
-        """End the work, and wait for all else that runs."""
+        """End the work, and wait for all else that runs, also what the last action begins."""
+        self.leave()
         if self._worker is not None:
             self._worker.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)

@@ -1,0 +1,39 @@
+"""The tasks of a realtime session: they end with it, whatever the last one does."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from anyio import CapacityLimiter
+
+from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
+
+
+def test_a_swallowed_cancellation_does_not_keep_a_session() -> None:
+    """An action that ends at the moment of the cancellation may go on, and begin another task."""
+    ended = list[str]()
+
+    async def sent(_: dict[str, Any]) -> None:
+        pass
+
+    async def answer() -> None:
+        await asyncio.sleep(0.05)
+        ended.append("answer")
+
+    async def begin(tasks: RealtimeTasks) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        tasks.run(answer())
+
+    async def session() -> None:
+        tasks: Any = RealtimeTasks(None, sent, CapacityLimiter(1))  # pyright: ignore[reportArgumentType] counts no refusals
+        tasks.begin()
+        tasks.do(lambda: begin(tasks))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            await tasks.close()
+
+    asyncio.run(session())
+    assert ended == ["answer"]
