@@ -28,7 +28,7 @@ def test_a_swallowed_cancellation_does_not_keep_a_session() -> None:
         tasks.run(answer())
 
     async def session() -> None:
-        tasks: Any = RealtimeTasks(None, sent, CapacityLimiter(1))  # pyright: ignore[reportArgumentType] counts no refusals
+        tasks: Any = RealtimeTasks(None, sent, CapacityLimiter(1))
         tasks.begin()
         tasks.do(lambda: begin(tasks))
         await asyncio.sleep(0.01)
