@@ -127,6 +127,7 @@ def test_replies_count_like_events(address: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_client_that_does_not_read_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oscar_mm.apps.serve.realtime._SEND_S", 0.3)
+    monkeypatch.setattr("oscar_mm.apps.connections._LINGER_S", 0.3)
     with upgraded(address) as narrow:
         update = {"type": "session.update", "session": {"instructions": "Word " * 8000}}
         data = json.dumps(update).encode()
@@ -154,9 +155,10 @@ def upgraded(address: str) -> Iterator[socket.socket]:
 
 def frame(kind: int, data: bytes, *, last: bool = True) -> bytes:
     """A frame of a client, masked with zeros."""
-    length = bytes([len(data)]) if len(data) < 126 else b"\x7f" + len(data).to_bytes(8, "big")
-    length = bytes([length[0] | 0x80]) + length[1:]
-    return bytes([kind | (0x80 if last else 0)]) + length + bytes(4) + data
+    short, more = len(data), b""
+    if short > 125:
+        short, more = 126, short.to_bytes(2, "big")
+    return bytes([kind | (0x80 if last else 0), 0x80 | short]) + more + bytes(4) + data
 
 
 @pytest.mark.parametrize(
