@@ -111,3 +111,51 @@ def test_a_format_that_vllm_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyP
     )
     [row] = peers.of_vllm(errors["turboquant_k3v4_nc"])
     assert row["method"] == "vLLM, TurboQuant k3v4_nc" and "no KV cache dtype" in row["error"]
+
+
+def test_steps_of_slow_attention_are_measured_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step takes 2 s and gives each of two sequences a token."""
+    params = SimpleNamespace(clone=lambda: None)
+    output_kind = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=0))
+    fakes = {"vllm": SimpleNamespace(SamplingParams=lambda **_: params)}
+    for name, module in (fakes | {"vllm.sampling_params": output_kind}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    seconds, running = [0.0], list[str]()
+
+    def step() -> list[Any]:
+        seconds[0] += 2.0
+        token = SimpleNamespace(token_ids=[7])
+        return [SimpleNamespace(request_id=name, outputs=[token]) for name in running]
+
+    engine = SimpleNamespace(
+        add_request=lambda name, *_: running.append(name),
+        has_unfinished_requests=lambda: bool(running),
+        step=step,
+        abort_request=lambda names: [running.remove(name) for name in names],
+    )
+    monkeypatch.setattr(vllm_attention, "perf_counter", lambda: seconds[0])
+    found = vllm_attention.decode(engine, [[1], [2]], "slow")
+    assert found == {"ms": 2000.0, "tokens_per_s": 1.0}
+    assert seconds[0] < 40.0, "264 tokens would take 528 s"
+
+
+@pytest.mark.parametrize(("versions", "expected"), [((2, 3), 2), ((3,), 3)])
+def test_turboquant_without_flash_attention_2(
+    monkeypatch: pytest.MonkeyPatch, versions: tuple[int, ...], expected: int
+) -> None:
+    class EngineArgs:
+        def create_engine_config(self) -> Any:
+            return SimpleNamespace(attention_config=SimpleNamespace(flash_attn_version=2))
+
+    supported = SimpleNamespace(is_fa_version_supported=lambda version: version in versions)
+    for name in ("vllm", "vllm.engine", "vllm.vllm_flash_attn"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(
+        sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=EngineArgs)
+    )
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", supported)
+    vllm_attention.flash_attention_of_turboquant()
+    config = EngineArgs().create_engine_config()
+    assert config.attention_config.flash_attn_version == expected
