@@ -20,7 +20,25 @@ MAX_LISTED = 50
 """Maximum number of conversations in the list; the browser names the latest first."""
 ID = re.compile(r"[A-Za-z0-9_-]{32}")
 """Ids of conversations."""
+SEARCH = (
+    '<input type="search" placeholder="Search titles" aria-label="Search titles">'
+    '<p role="status"></p>'
+)
+"""HTML of the field that shortens the list to titles with all of its words."""
 LIST_SCRIPT = """
+const search = () => {
+  const typed = document.querySelector('#search input')?.value.toLowerCase() ?? '';
+  const words = typed.split(/\\s+/), rows = [...element.querySelectorAll('li')];
+  for (const row of rows) {
+    const title = row.querySelector('a').textContent.toLowerCase();
+    row.hidden = !words.every((word) => title.includes(word));
+  }
+  const nothing = rows.length > 0 && rows.every((row) => row.hidden);
+  const status = document.querySelector('#search [role=status]');
+  if (status) status.textContent = nothing ? 'No title has these words.' : '';
+};
+document.addEventListener('input', ({target}) => target.closest('#search') && search());
+watch('value', search);
 element.addEventListener('click', (event) => {
   const button = event.target.closest('button[data-action]');
   if (!button) return;
@@ -30,7 +48,8 @@ element.addEventListener('click', (event) => {
   trigger('click', {action, id, name});
 });
 """
-"""Script that sends the button that was pressed, with the new title if there is one."""
+"""Script that searches the list, and sends the button that was pressed, with the new title if there
+is one."""
 
 
 @dataclass(frozen=True)

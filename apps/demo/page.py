@@ -19,9 +19,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oscar_mm.apps.demo import live_speech, visitor_input
+from oscar_mm.apps.demo import live_speech, shortcuts, visitor_input
 from oscar_mm.apps.demo.charts import NOT_INSPECTED
-from oscar_mm.apps.demo.conversation_list import LIST_SCRIPT, MAX_LISTED, conversation_list
+from oscar_mm.apps.demo.conversation_list import (
+    LIST_SCRIPT,
+    MAX_LISTED,
+    SEARCH,
+    conversation_list,
+)
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.hands_free import FAILED_SCRIPT, MARKUP, SCRIPT, TOLD_SCRIPT
@@ -140,7 +145,7 @@ def _header(handlers: Handlers) -> None:
         f'2-bit KV cache</p><span class="chip">{escape(card.title)}</span>'
         '<button id="theme" type="button" aria-label="Switch between dark and light">◐</button>'
         "</header>",
-        js_on_load=_THEME_SCRIPT + _RETURN_SCRIPT,
+        js_on_load=_THEME_SCRIPT + _RETURN_SCRIPT + shortcuts.SCRIPT,
         elem_id="head",
     )
 
@@ -285,6 +290,7 @@ def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
         for name in ("saved", "reported", "written", "drawn"):
             parts[name] = gr.DownloadButton(name, elem_id=name, visible="hidden")
     with gr.Tab("Chats", id="chats") as parts["chats"]:
+        _HTML(SEARCH, elem_id="search")
         parts["list"] = _HTML(conversation_list((), ""), js_on_load=LIST_SCRIPT, elem_id="chats")
     with gr.Tab("Compare", id="compare"):
         parts["compare"] = gr.Checkbox(

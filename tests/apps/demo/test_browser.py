@@ -619,6 +619,53 @@ def test_a_new_chat_keeps_the_old_one(browser, uploads) -> None:
     browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
 
 
+def test_search_in_the_titles(browser) -> None:
+    set_length(browser, 6)
+    browser.run("localStorage.setItem('oscar-mm-conversations', location.hash.slice(1))")
+    browser.press("Chats")
+    [field] = browser.all("#search input")
+    assert not field.is_displayed(), "nothing to search"
+    browser.ask("Which fruit is red?")
+    browser.press("New chat")
+    browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
+    browser.ask("Which bird is blue?")
+    browser.press("Memory")
+    browser.press("Chats")
+    browser.wait(lambda: len(titles(browser)) == 2, "the list")
+
+    def seen() -> list[str]:
+        return [one.text for one in browser.all(".conversations a") if one.is_displayed()]
+
+    for words, expected in (
+        ("RED which", ["Which fruit is red?"]),
+        ("", ["Which bird is blue?", "Which fruit is red?"]),
+        ("horse", []),
+    ):
+        field.send_keys(Keys.CONTROL, "a", Keys.NULL, Keys.DELETE, words)
+        browser.wait(lambda expected=expected: seen() == expected, words)
+    assert browser.text("#search [role=status]") == "No title has these words."
+    assert browser.accessibility_violations() == []
+
+
+def test_shortcuts(browser) -> None:
+    browser.say("Tell a long story.")
+    browser.wait(lambda: "stop" in enabled(browser), "an answer")
+    browser.run("document.activeElement.blur()")
+    ActionChains(browser.driver).send_keys(Keys.ESCAPE).perform()
+    browser.wait_for_the_end()
+    assert "stopped" in browser.text("#history .said small")
+    [field] = browser.all("#message textarea")
+    keys = ActionChains(browser.driver).key_down(Keys.SHIFT).send_keys(Keys.ESCAPE)
+    keys.key_up(Keys.SHIFT).perform()
+    assert browser.run("return document.activeElement") == field
+    first = browser.run("return location.hash")
+    keys = ActionChains(browser.driver).key_down(Keys.CONTROL).key_down(Keys.SHIFT).send_keys("o")
+    keys.key_up(Keys.SHIFT).key_up(Keys.CONTROL).perform()
+    browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
+    browser.wait(lambda: browser.run("return location.hash") != first, "its address")
+    assert browser.all("#clear")[0].get_attribute("aria-keyshortcuts") == "Control+Shift+O"
+
+
 def test_two_tabs_of_one_address(browser, served, uploads) -> None:
     set_length(browser, 6)
     browser.ask("What is it?", uploads / "0.png")
