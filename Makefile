@@ -1,4 +1,4 @@
-# make demo | demo-web | test | lint | bench | docs | release | clean
+# make demo | demo-web | test | nightly | lint | bench | docs | release | clean
 # Needs Python 3.11 or newer; PYTHON=... names another one.
 PYTHON ?= python3
 # Processes that share the tests. The tests of a file stay together, and so do their fixtures. Files
@@ -6,11 +6,15 @@ PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+# Bytecode is written also where the environment forbids it, as in many containers: without it pytest
+# rewrites the assertions of each file anew, and each process that tests start compiles the package.
+PYTEST = PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) \
+  --dist loadfile --no-loadscope-reorder
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: demo demo-web test lint bench docs release clean
+.PHONY: demo demo-web test nightly lint bench docs release clean
 
 demo: $(RUN_STAMP)
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/first_run.py
@@ -19,10 +23,12 @@ demo: $(RUN_STAMP)
 demo-web: $(RUN_STAMP)
 	@HF_HUB_OFFLINE=1 $(BIN)/oscar-mm demo
 
-# Bytecode is written also where the environment forbids it, as in many containers: without it pytest
-# rewrites the assertions of each file anew, and each process that tests start compiles the package.
 test: $(RUN_STAMP)
-	PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# What `make test` leaves out: commands as processes, snippets of docs/, and more cases of its tests.
+nightly: $(RUN_STAMP)
+	$(PYTEST) -m slow
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

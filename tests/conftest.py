@@ -21,10 +21,26 @@ os.environ["OMP_NUM_THREADS"] = "1"
 gc.set_threshold(50_000, 20, 100)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no process is left alone with one at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+ELSEWHERE = ("gpu", "browser", "clients", "soak")
+"""Markers of tests that are no part of the suite on a CPU."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases of a test as slow that its marker ``daily`` does not name."""
+    named = dict[str, set[str]]()
+    for item in items:
+        marker = item.get_closest_marker("daily")
+        if marker is None or any(map(item.get_closest_marker, ELSEWHERE)):
+            continue
+        test, _, case = item.nodeid.removesuffix("]").partition("[")
+        found = {part for part in marker.args if f"-{part}-" in f"-{case}-"}
+        named.setdefault(test, set(marker.args)).difference_update(found)
+        if not found:
+            item.add_marker("slow")
+    wrong = {test: parts for test, parts in named.items() if parts}
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"daily names cases that do not exist: {wrong}: correct the names")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -87,7 +87,6 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskManager:
     return TaskManager(include_path=str(tmp_path), include_defaults=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("task", "model"), [("cards", "pocket-vl"), ("clips", "pocket-omni")])
 def test_a_local_task(tasks: TaskManager, task: str, model: str) -> None:
     MODEL_REGISTRY_V2.register_manifest(manifest(), overwrite=True)
@@ -108,7 +107,6 @@ def test_a_local_task(tasks: TaskManager, task: str, model: str) -> None:
     assert score == 1
 
 
-@pytest.mark.slow
 def test_verify_runs_tasks_with_each_format(
     tasks: TaskManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
