@@ -1,7 +1,5 @@
 """decode by compiled loops and by PyTorch operations, against float64 over the unpacked past."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 from tests.cache.invariants import plain_attention
 from tests.ops.arguments import channel_policy, stream_policy
+from tests.pairs import pairs
 from tests.test_attention import Largest
 
 CPU = torch.device("cpu")
@@ -57,10 +56,16 @@ def kernels(request, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rows"), [*product((64, 80, 128, 192, 256), [()]), *product((64, 80), [(2,)])]
+    ("kernels", "name", "head_dim", "bits", "rows"),
+    pairs(
+        ("on", "off"),
+        POLICIES,
+        (64, 80, 128, 192, 256),
+        (((2, 2),), ((4, 4),), ((2, 2), (4, 4)), ((3, 2), (2, 3))),
+        ((), (2,)),
+    ),
+    indirect=["kernels"],
 )
-@pytest.mark.parametrize("bits", [((2, 2),), ((4, 4),), ((2, 2), (4, 4)), ((3, 2), (2, 3))])
-@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.usefixtures("kernels")
 def test_equals_plain_attention(
     rows: tuple[int, ...], name: str, bits: tuple[tuple[int, int], ...], head_dim: int
@@ -86,8 +91,10 @@ def test_equals_plain_attention(
         torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "group"),
+    [(128, 1), (256, 2), (128, 3), (256, 4), (128, 5), (256, 6), (128, 7), (256, 8), (128, 16)],
+)
 def test_any_number_of_query_heads(head_dim: int, group: int) -> None:
     page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, head_dim)
     (_, *states), *tables = random_past([page_format], True, torch.float32, CPU, 1)

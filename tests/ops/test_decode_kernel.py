@@ -26,6 +26,7 @@ from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_past
 from tests.cache.invariants import Chunk, announce, chunk, plain_attention
 from tests.ops.arguments import channel_policy, page_format, stream_policy
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -112,10 +113,10 @@ def test_policies(
     assert error_of(output, expected) < BOUNDS[torch.bfloat16]
 
 
-@pytest.mark.parametrize("policy", [COMPACT, STREAM, STREAM_MIXED])
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
+@pytest.mark.parametrize(
+    ("tokens", "group", "dtype", "policy"),
+    pairs((1, 2, 5, 16), (1, 3, 4, 8, 16), BOUNDS, (COMPACT, STREAM, STREAM_MIXED)),
+)
 def test_queries(tokens: int, group: int, dtype: torch.dtype, policy: KVPolicy) -> None:
     shape = {"batch": 2, "kv_heads": 2, "group": group, "head_dim": 128}
     cache = filled(policy, images_and_text(700, 2), dtype, **shape)
@@ -251,11 +252,13 @@ def test_scores_of_any_size(policy: KVPolicy) -> None:
     assert sorted(errors.values())[-5] < BOUNDS[torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("group", [4, 5, 8])
 @pytest.mark.parametrize(
-    "policy",
-    [COMPACT, "oscar", "kivi", channel_policy(bits=4), MIXED, STREAM, STREAM_2, STREAM_MIXED],
+    ("policy", "group", "dtype"),
+    pairs(
+        (COMPACT, "oscar", "kivi", channel_policy(bits=4), MIXED, STREAM, STREAM_2, STREAM_MIXED),
+        (4, 5, 8),
+        BOUNDS,
+    ),
 )
 def test_large_scores(policy: str | KVPolicy, group: int, dtype: torch.dtype) -> None:
     for seed, size in enumerate((1, 10, 30, 100, 300, 1000)):

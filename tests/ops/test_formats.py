@@ -1,7 +1,5 @@
 """Page formats and recipes as numbers."""
 
-from itertools import product
-
 import pytest
 
 from oscar_mm import KVPolicy
@@ -15,11 +13,12 @@ from oscar_mm.ops.library import (
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import Bits
+from tests.pairs import pairs
 
 
 @pytest.mark.parametrize(
     ("preset", "bits", "head_dim"),
-    list(product(("channel", "oscar", "kivi", "quarot"), ((2, 2), (4, 2), (3, 2)), (64, 80, 128))),
+    pairs(("channel", "oscar", "kivi", "quarot"), ((2, 2), (4, 2), (3, 2)), (64, 80, 128)),
 )
 def test_there_and_back(preset: str, bits: tuple[int, int], head_dim: int) -> None:
     page_format = PageFormat.of(KVPolicy.preset(preset), Bits(*bits), 5, head_dim)

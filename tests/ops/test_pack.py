@@ -17,6 +17,7 @@ from oscar_mm.pages.quantize import Recipe, unpack_stored
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 from tests.ops.arguments import channel_policy, stream_policy
+from tests.pairs import pairs
 
 POLICIES = {
     "channel": channel_policy(),
@@ -179,10 +180,10 @@ def run_jobs(jobs: tuple, page: PageFormat, policy: KVPolicy, basis: Basis) -> t
     return pages, bad
 
 
-@pytest.mark.parametrize("chunk", [1, 1 << 22])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
-@pytest.mark.parametrize("name", CHANNEL)
+@pytest.mark.parametrize(
+    ("name", "chunk", "dtype", "rows"),
+    pairs(CHANNEL, (1, 1 << 22), (torch.float32, torch.bfloat16), ((), (2,))),
+)
 def test_jobs(
     name: str,
     rows: tuple[int, ...],

@@ -155,6 +155,7 @@ class Engine:
         return set(places.tolist())
 
 
+@pytest.mark.daily("0-32-5", "0-64-1", "0-128-5")
 @pytest.mark.parametrize("spare", [1, 5])
 @pytest.mark.parametrize("window", [32, 64, 128])
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_the_error_grows_with_what_is_lost() -> None:
     assert errors[0] < MOST < errors[2]
 
 
+@pytest.mark.daily("llama", "qwen3")
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_models_that_pages_hold_well(caplog: pytest.LogCaptureFixture, name: str) -> None:
     model = build_decoder(name)
@@ -107,6 +108,7 @@ def bundled(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     yield pipeline_for(source)(source, device="cpu").model
 
 
+@pytest.mark.daily("pocket-omni")
 def test_bundled_models_are_silent(
     caplog: pytest.LogCaptureFixture, bundled: PreTrainedModel
 ) -> None:

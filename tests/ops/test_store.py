@@ -16,6 +16,7 @@ from oscar_mm.pages.quantize import Recipe, unpack_stored
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 from tests.ops.arguments import stream_policy
+from tests.pairs import pairs
 
 CPU = torch.device("cpu")
 POLICIES = {
@@ -85,9 +86,9 @@ def test_a_token_does_not_depend_on_its_job(name: str, head_dim: int) -> None:
     assert torch.equal(pages, together)
 
 
-@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "rows"), pairs(POLICIES, (torch.float32, torch.bfloat16), ((), (2,)))
+)
 def test_centers_and_what_is_relative_to_them(
     name: str, dtype: torch.dtype, rows: tuple[int, ...]
 ) -> None:
@@ -143,8 +144,10 @@ def test_what_is_read_is_near_what_was_given(name: str, bound: float) -> None:
         assert (torch.stack(found) - whole).norm() < bound * whole.norm()
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("where", ["keys", "values", "recent", "center"])
+@pytest.mark.parametrize(
+    ("where", "wrong"),
+    [("keys", torch.nan), ("values", torch.inf), ("recent", 1e30), ("center", torch.nan)],
+)
 def test_flag(where: str, wrong: float) -> None:
     states, page, policy, basis = problem("stream", 64)
     keys, values, recent, jobs, begins = states

@@ -24,6 +24,7 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.pages.quantize import Recipe, unpack_stored
 from tests.compiled import ALL, architectures, compile_once, same_struct
 from tests.ops.arguments import stream_policy
+from tests.pairs import pairs
 
 POLICIES = {
     **{f"{k}/{v}": stream_policy((k, v)) for k, v in product((2, 3, 4), repeat=2)},
@@ -106,9 +107,10 @@ def both(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, HEAD_DIMS)))
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype", "rows"),
+    pairs(POLICIES, HEAD_DIMS, (torch.bfloat16, torch.float16), ((), (2,))),
+)
 def test_jobs_equal_torch(
     name: str, head_dim: int, dtype: torch.dtype, rows: tuple[int, ...]
 ) -> None:

@@ -13,6 +13,7 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import Bits
 from tests.ops.arguments import stream_policy
+from tests.pairs import pairs
 
 CPU = torch.device("cpu")
 POLICIES = {
@@ -61,12 +62,15 @@ def stored(arguments: StoreArguments) -> list[tuple[torch.Tensor, int]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows"),
-    [(torch.float32, ()), (torch.bfloat16, ()), (torch.float16, (2,))],
+    ("name", "bits", "head_dim", "dtype", "rows"),
+    pairs(
+        POLICIES,
+        ((2, 2), (3, 2), (4, 4), (2, 3)),
+        (64, 128),
+        (torch.float32, torch.bfloat16, torch.float16),
+        ((), (2,)),
+    ),
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("bits", [(2, 2), (3, 2), (4, 4), (2, 3)])
-@pytest.mark.parametrize("name", POLICIES)
 def test_the_same_bytes(name, bits, head_dim, rows, dtype) -> None:
     arguments = random_arguments(POLICIES[name], Bits(*bits), head_dim, dtype, rows)
     assert rotates(arguments.recipe)
@@ -78,7 +82,7 @@ def test_the_same_bytes(name, bits, head_dim, rows, dtype) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 192, 256])
-@pytest.mark.parametrize("bits", [(3, 2), (4, 4)])
+@pytest.mark.parametrize("bits", [(3, 2)])
 def test_heads_of_other_sizes(bits: tuple[int, int], head_dim: int) -> None:
     """The rotation of 48, 80, 96 and 192 channels has two blocks; codes change in one of them."""
     arguments = random_arguments(POLICIES["standard"], Bits(*bits), head_dim, torch.float32)

@@ -17,6 +17,7 @@ from oscar_mm.pages.quantize import unpack_by_torch
 from oscar_mm.policy import Bits
 from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import channel_policy, stream_policy
+from tests.pairs import pairs
 
 POLICIES = {
     "channel": channel_policy(),
@@ -35,8 +36,13 @@ EVERY = [
     for head_dim, rotate in product((64, 128, 256), (True, False))
     if head_dim <= 128 or policy.key_axis == "token"
 ]
-ON_CPU = [one for one in EVERY if one[-1] or one[1] in ((2, 2), (4, 3))]
-"""The bits of codes do not change what is done without a rotation."""
+ON_CPU = pairs(
+    POLICIES,
+    STREAM_BITS,
+    (64, 128, 256),
+    (True, False),
+    allowed=lambda *one: one in EVERY,
+)
 SOME = (("channel", (2, 2), 128, False), ("stream", (3, 2), 128, False))
 """What is compiled every day without the rotation, which takes more registers."""
 COMPILED = [
@@ -133,8 +139,17 @@ def test_specializations(name: str, bits: tuple[int, int], head_dim: int, rotate
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), EVERY)
+@pytest.mark.parametrize(
+    ("name", "bits", "head_dim", "rotate", "dtype"),
+    pairs(
+        POLICIES,
+        STREAM_BITS,
+        (64, 128, 256),
+        (True, False),
+        (torch.bfloat16, torch.float16),
+        allowed=lambda *one: one[:-1] in EVERY,
+    ),
+)
 def test_kernel_equals_torch(
     name: str, bits: tuple[int, int], head_dim: int, rotate: bool, dtype: torch.dtype
 ) -> None:

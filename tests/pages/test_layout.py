@@ -14,37 +14,38 @@ from oscar_mm.pages.codecs.base import divided_group
 from oscar_mm.pages.layout import ALIGNMENT, PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
+from tests.pairs import pairs
 
 PRESETS = ("channel", "oscar", "kivi", "quarot")
 TWO, FOUR = Bits(2, 2), Bits(4, 4)
-PAIRS = [Bits(keys, values) for keys, values in product((2, 3, 4), repeat=2)]
+BIT_PAIRS = [Bits(keys, values) for keys, values in product((2, 3, 4), repeat=2)]
 BY_TOKEN = {"key_axis": "token", "token_scaling": None}
 STREAM = KVPolicy(**BY_TOKEN, center=True)
 FORMATS = [
     PageFormat.of(KVPolicy.preset(name), bits, kv_heads, head_dim)
-    for name, bits, kv_heads, head_dim in product(
+    for name, bits, kv_heads, head_dim in pairs(
         PRESETS, (TWO, FOUR), (1, 2, 8), (4, 64, 72, 80, 96, 112, 128, 256)
     )
 ] + [
     PageFormat.of(
         KVPolicy.preset("channel", key_group=keys, value_group=values, **axis), TWO, 2, 96
     )
-    for axis, keys, values in product(({}, BY_TOKEN), (32, 64, 128), (32, 64, 128))
+    for axis, keys, values in pairs(({}, BY_TOKEN), (32, 64, 128), (32, 64, 128))
 ]
-PAIR_FORMATS = [
+MIXED_FORMATS = [
     PageFormat.of(policy, bits, 2, head_dim)
-    for policy, bits, head_dim in product(
+    for policy, bits, head_dim in pairs(
         (
             KVPolicy.preset("channel"),
             STREAM,
             KVPolicy(**BY_TOKEN, key_group=32, value_group=32),
             KVPolicy(**BY_TOKEN, value_group=32, center=True),
         ),
-        PAIRS,
+        BIT_PAIRS,
         (64, 72, 80, 128),
     )
 ]
-STREAM_FORMATS = [page for page in FORMATS[::3] + PAIR_FORMATS if page.codec.appends_tokens]
+STREAM_FORMATS = [page for page in FORMATS + MIXED_FORMATS if page.codec.appends_tokens]
 
 
 def name_of(page: PageFormat) -> str:
@@ -63,7 +64,7 @@ def extents(page: PageFormat) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("page", FORMATS + PAIR_FORMATS, ids=name_of)
+@pytest.mark.parametrize("page", FORMATS + MIXED_FORMATS, ids=name_of)
 def test_fields(page: PageFormat) -> None:
     spans = sorted(extents(page))
     assert spans[0][0] == 0 and spans[-1][1] <= page.page_bytes
@@ -93,7 +94,7 @@ def content(page: PageFormat, count: int, seed: int = 0) -> dict[str, torch.Tens
     return made
 
 
-@pytest.mark.parametrize("page", FORMATS[::5] + FORMATS[1::7] + PAIR_FORMATS, ids=name_of)
+@pytest.mark.parametrize("page", FORMATS + MIXED_FORMATS, ids=name_of)
 def test_arrays_do_not_overlap(page: PageFormat) -> None:
     pages = torch.full((3, page.page_bytes), 0xA5, dtype=torch.uint8)
     written = content(page, 3)
@@ -160,7 +161,7 @@ def test_place_of_a_code_for_the_kernels(policy: KVPolicy, bits: int, head_dim: 
             assert int(pages[0, bit // 8]) == 1 << bit % 8
 
 
-@pytest.mark.parametrize("page", [one for one in PAIR_FORMATS if 3 in one.bits], ids=name_of)
+@pytest.mark.parametrize("page", [one for one in MIXED_FORMATS if 3 in one.bits], ids=name_of)
 def test_codes_of_three_bits_are_in_two_arrays(page: PageFormat) -> None:
     """The low two bits come first, laid out like 2-bit codes, then the high bits."""
     generator = torch.Generator().manual_seed(0)

@@ -239,6 +239,7 @@ def test_pages_keep_what_the_levels_can(codec: type[PageCodec], head_dim: int) -
         pack(keys, values * 1e6, page_format, policy, basis)
 
 
+@pytest.mark.daily("NormalFloat", "NormalFloatPages")
 @pytest.mark.parametrize("codec", CODECS)
 def test_generation_is_that_of_an_unpacked_copy(codec: type[PageCodec], decoder) -> None:
     """All layers, decode steps and pages that grow; both in float32."""
@@ -283,6 +284,7 @@ def test_saved_and_loaded(codec: type[PageCodec], tmp_path: Path) -> None:
     KEY_AXES[codec.key_axis] = codec.limits
 
 
+@pytest.mark.daily("Integers")
 @pytest.mark.parametrize("codec", CODECS)
 def test_chat_with_an_image(codec: type[PageCodec], qwen3_vl_folder: Path, tmp_path: Path) -> None:
     policy = policy_of(codec, balance="weights", window=16, sinks=4)
