@@ -1,5 +1,6 @@
 """Attention "oscar" equals plain attention over the unpacked copy, whatever is stored."""
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.cache.invariants import (
     plain_attention,
     random_ids,
 )
+from tests.pairs import pairs
 
 
 def after(
@@ -47,8 +49,13 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "prompt"),
+    [
+        *((policy, "several") for policy in POLICIES),
+        *product(("bf16", "channel", "stream_mixed"), ("one", "short", "page", "long")),
+    ],
+)
 def test_central_invariant(policy: str, prompt: str) -> None:
     ids = random_ids(1, *PROMPTS[prompt])
     cache, _ = filled(POLICIES[policy], ids)
@@ -56,9 +63,7 @@ def test_central_invariant(policy: str, prompt: str) -> None:
         check_chunk(cache, chunk(seed + 10, tokens))
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "head_dim", "group"), pairs(POLICIES, (64, 80, 128), (1, 4, 8)))
 def test_heads(policy: str, head_dim: int, group: int) -> None:
     shape = {"head_dim": head_dim, "group": group}
     cache, _ = filled(POLICIES[policy], random_ids(2, 60, 200, 140), **shape)
@@ -66,8 +71,13 @@ def test_heads(policy: str, head_dim: int, group: int) -> None:
         check_chunk(cache, chunk(tokens, tokens, **shape))
 
 
-@pytest.mark.parametrize(("group", "most"), [(1, 128), (2, 64), (4, 32), (8, 16), (16, 16)])
-@pytest.mark.parametrize("policy", ["standard", "compact", "channel"])
+@pytest.mark.parametrize(
+    ("policy", "group", "most"),
+    [
+        *(("standard", 1, 128), ("channel", 2, 64), ("standard", 4, 32)),
+        *(("compact", 8, 16), ("channel", 16, 16)),
+    ],
+)
 def test_short_turns_on_a_cpu_read_packed_pages(
     policy: str, group: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +115,7 @@ def test_tokens_in_16_bit_are_not_read_one_by_one(changes: str, monkeypatch) -> 
     assert [arguments.queries.shape[2] for arguments in read] == [16]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["bf16", "channel", "stream"])
 def test_a_span_of_thousands(policy: str) -> None:
     cache, _ = filled(POLICIES[policy], random_ids(3, 1, 3000, 2))
     check_chunk(cache, chunk(5, 2))
@@ -117,7 +127,7 @@ def test_prompt_is_exact(policy: str) -> None:
     check_chunk(cache, chunk(0, 400), ids=random_ids(0, 200, 200))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["bf16", "kivi", "mixed", "stream_mixed", "stream_no_window"])
 def test_left_padded_rows(policy: str) -> None:
     ids = left_padded(random_ids(3, 100, 250, 50), 400, 133, 1)
     cache = OscarCache(POLICIES[policy])
@@ -173,8 +183,7 @@ def test_sliding_window(policy: str, window: int) -> None:
     check_chunk(cache, chunk(1, 20, batch=2), ids=new, past_real=ids != PADDING, window=window)
 
 
-@pytest.mark.parametrize("policy", ["standard", "bf16"])
-@pytest.mark.parametrize("window", [100, 600])
+@pytest.mark.parametrize(("policy", "window"), [("standard", 100), ("bf16", 600)])
 def test_windows_of_many_tokens_are_read_in_blocks(
     policy: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,8 +209,10 @@ def test_windows_of_many_tokens_are_read_in_blocks(
     assert len(masks) == 6 and all(keys < queries + window for queries, keys in masks)
 
 
-@pytest.mark.parametrize("policy", ["standard", "channel", "bf16"])
-@pytest.mark.parametrize("window", [1, 2, 50, 200, 420])
+@pytest.mark.parametrize(
+    ("policy", "window"),
+    [*product(["standard"], (1, 2, 50, 200, 420)), ("channel", 50), ("bf16", 200)],
+)
 def test_a_token_reads_only_what_its_window_has(
     policy: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +281,7 @@ def test_a_short_prompt_on_a_gpu_waits_for_no_plan(head_dim: int, dtype: torch.d
     assert names and not any("cudnn" in name for name in names)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["bf16", "oscar", "mixed", "stream_mixed", "no_window"])
 def test_fresh_memory_is_never_read(policy: str) -> None:
     """Uninitialized memory is NaN here: what nobody wrote must not be read."""
 
@@ -339,8 +350,10 @@ def test_other_caches_and_none_get_sdpa() -> None:
     torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "window"),
+    [*product(("bf16", "channel", "stream_mixed"), (None, 40)), ("quarot", None), ("mixed", 40)],
+)
 def test_sinks(policy: str, window: int | None) -> None:
     """Sinks count in a prompt, in decode steps and in turns of any length, also within a window."""
     sinks = torch.tensor([-1.0, 0.5, 2.0, 9.0])
@@ -384,10 +397,10 @@ def test_sinks_in_a_static_cache() -> None:
     torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("padding", [0, 9])
-@pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
-@pytest.mark.parametrize("kind", ["run", "prompt"])
+@pytest.mark.parametrize(
+    ("policy", "kind", "padding", "window"),
+    pairs(("bf16", "standard", "channel"), ("run", "prompt"), (0, 9), (None, 30)),
+)
 def test_two_way_media(kind: str, policy: str, padding: int, window: int | None) -> None:
     """An image token also sees later tokens of its run, or a media token those of all media, in a
     prompt and in a later turn."""

@@ -43,8 +43,12 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("tokens", [40, 700, 2100])
+@pytest.mark.parametrize(
+    ("policy", "tokens"),
+    [*((policy, 700) for policy in POLICIES), *((POLICIES[at], 40) for at in (0, -1))]
+    + [(POLICIES[at], 2100) for at in (0, -1)],
+    ids=str,
+)
 def test_bytes_are_those_that_a_cache_holds(policy, tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     # So many of them come one by one that the window holds text only, as after an answer.
@@ -354,6 +358,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
     assert not files(tmp_path)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("alone", [True, False])
 def test_memory_is_kept_for_an_answer_that_is_being_written(alone, free, qwen3_vl_folder) -> None:
     asked = {"prompt": "What?", "max_new_tokens": 60}

@@ -10,6 +10,7 @@ import torch
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.modality import PADDING, Modality
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, left_padded, random_ids
+from tests.pairs import pairs
 
 FULL = torch.zeros(1, 200, dtype=torch.int64)
 
@@ -217,10 +218,10 @@ def test_interrupted_forward_pass(broken: int, packed: bool) -> None:
             assert cache.get_seq_length() == 130 + tokens
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("side", [1, 2])
-@pytest.mark.parametrize("tokens", [5, 300])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "bad", "side", "tokens"),
+    pairs(POLICIES, (torch.nan, torch.inf, -torch.inf), (1, 2), (5, 300)),
+)
 def test_nan_in_a_prompt(policy: str, tokens: int, side: int, bad: float) -> None:
     cache = OscarCache(POLICIES[policy])
     new = chunk(0, tokens)

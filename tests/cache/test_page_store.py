@@ -18,6 +18,7 @@ from oscar_mm.cache.page_store import PageStore, Pool
 from oscar_mm.policy import PLAIN, Bits
 from tests.cache.invariants import POLICIES, attend_oscar, chunk, filled, random_ids
 from tests.cache.numbers import check_slots
+from tests.pairs import pairs
 
 IDS = random_ids(3, 60, 400, 50, 300)
 PAGES = ("channel", "stream")
@@ -87,9 +88,10 @@ def test_a_fork_costs_tables_only_and_inherits_the_balancing(policy: str) -> Non
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 60, 333, 460, 810])
-@pytest.mark.parametrize("end", ["closed", "dropped", "goes on"])
-@pytest.mark.parametrize("policy", PAGES)
+@pytest.mark.parametrize(
+    ("kept", "end", "policy"),
+    pairs((0, 1, 60, 333, 460, 810), ("closed", "dropped", "goes on"), PAGES),
+)
 def test_a_prefix_snapshot_goes_on_whatever_its_parent_does(
     kept: int, end: str, policy: str
 ) -> None:

@@ -45,8 +45,10 @@ def model() -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("policy", ["standard", "channel", "bf16"])
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [*((way, "standard") for way in WAYS), ("pickle", "channel"), ("deepcopy", "bf16")],
+)
 def test_it_goes_on(model, policy: str, way: str) -> None:
     inputs = padded(300, 300, 121, 3)
     cache = OscarCache(policy, model=model)

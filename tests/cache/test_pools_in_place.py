@@ -94,6 +94,7 @@ def conversation(policy: str, device: torch.device) -> tuple[list[torch.Tensor],
     return held, where, store.version
 
 
+@pytest.mark.daily("bf16", "mixed")
 @pytest.mark.parametrize("policy", ["bf16", "channel", "stream", "mixed"])
 def test_holds_what_pools_that_move_hold(device, policy, monkeypatch) -> None:
     held, where, moves = conversation(policy, device)

@@ -71,7 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["bf16", "oscar", "kivi", "mixed", "stream_mixed"])
 def test_round_trip(policy: str, tmp_path: Path) -> None:
     cache, path = history(POLICIES[policy]), tmp_path / "cache"
     metadata = {

@@ -12,6 +12,7 @@ from oscar_mm import OscarCache
 from oscar_mm.cache.cache import as_argument
 from tests.cache.test_generate import IMPLEMENTATIONS, generate, logits, padded, prompt
 from tests.checkpoints import build_decoder
+from tests.pairs import pairs
 
 DTYPES = (torch.bfloat16, torch.float16)
 SHORT = {"single": {"input_ids": prompt(40)}, "padded": padded(40, 40, 21, 3)}
@@ -41,10 +42,10 @@ def two_turns(
     return ids, logits(model, cache, new, attention_mask=mask, position_ids=positions)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("inputs", SHORT)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "inputs", "implementation"),
+    pairs(("llama", "mixed"), DTYPES, SHORT, IMPLEMENTATIONS),
+)
 def test_autocast(models, name: str, dtype, inputs: str, implementation: str) -> None:
     model = models[name]
     with torch.autocast("cpu", dtype):
@@ -83,9 +84,10 @@ def test_pages_are_packed_as_precisely_under_autocast(models, policy: str, imple
         assert error(dtype) == pytest.approx(error(None), rel=0.01)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("policy", ["bf16", "standard"])
+@pytest.mark.parametrize(
+    ("policy", "implementation", "first"),
+    pairs(("bf16", "standard"), IMPLEMENTATIONS, (True, False)),
+)
 def test_autocast_in_one_turn_only(models, policy: str, implementation: str, first: bool) -> None:
     model, ids = models["llama"], prompt(200)
     model.set_attn_implementation(implementation)
@@ -105,6 +107,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_forward(fresh_dynamo) -> None:
     model = build_decoder("llama", num_hidden_layers=1)
     options = {"max_new_tokens": 2, "min_new_tokens": 2}
@@ -117,6 +120,7 @@ def test_compiled_forward(fresh_dynamo) -> None:
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
+@pytest.mark.slow
 def test_compiled_module(fresh_dynamo) -> None:
     """Its ``generate`` calls the original module, which is not compiled."""
     model = build_decoder("llama", num_hidden_layers=1)
@@ -127,6 +131,7 @@ def test_compiled_module(fresh_dynamo) -> None:
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
+@pytest.mark.slow
 def test_one_graph_cannot_hold_a_cache(fresh_dynamo) -> None:
     model = build_decoder("llama", num_hidden_layers=1)
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
