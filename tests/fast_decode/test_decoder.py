@@ -71,6 +71,7 @@ def both(
     return expected, layers(ids, positions, caches[1])
 
 
+@pytest.mark.daily("bf16", "pocket-vl-channel")
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 @torch.inference_mode()
 def test_logits_are_those_of_the_modules(model, policy: str) -> None:

@@ -69,6 +69,7 @@ def ids(pipe: OscarVLPipeline, **options: Any) -> list[int]:
     return pipe([], QUESTION, **{"max_new_tokens": LENGTH} | options).token_ids
 
 
+@pytest.mark.daily("moe")
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_answers_are_those_without_drafts(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -86,6 +87,7 @@ def test_answers_are_those_without_drafts(
         assert (answer.drafts - answer.accepted_drafts > LENGTH // 4) == bool(wrong)
 
 
+@pytest.mark.daily("compact")
 @pytest.mark.parametrize("policy", ["bf16", "channel", "compact"])
 def test_captured_passes_give_the_same_answers(
     policy: str, dense: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +102,7 @@ def test_captured_passes_give_the_same_answers(
     assert repeat.replays > LENGTH // 6
 
 
+@pytest.mark.daily("options1", "options2")
 @pytest.mark.parametrize(
     "options",
     [
@@ -136,6 +139,7 @@ class Known:
     def finish(self, accepted: int, token: int | None) -> None: ...
 
 
+@pytest.mark.daily("options1")
 @pytest.mark.parametrize(
     "options", [{"temperature": 1.0}, {"temperature": 0.7, "repetition_penalty": 2.0}]
 )
@@ -258,6 +262,7 @@ def by_modules(
     return layer(x, position_embeddings=angles, attention_mask=None)[0]
 
 
+@pytest.mark.slow
 def test_chats_with_drafts_answer_as_those_without(
     drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path
 ) -> None:
@@ -302,6 +307,7 @@ def test_a_turn_after_an_answer_that_ends_at_a_draft_is_as_without_drafts(
         assert turns[0] == turns[1] and turns[0][0] == answer[:place]
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("captured", [False, True])
 def test_only_a_request_that_decodes_alone_drafts(
     captured: bool, dense: Path, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch

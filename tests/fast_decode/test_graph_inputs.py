@@ -237,11 +237,12 @@ ANSWERS = {
 }
 
 
+@pytest.mark.daily("mixed-True", "short window-True", "no window-True", "mixed-False")
 @pytest.mark.parametrize(("name", "ahead"), [*((name, True) for name in ANSWERS), ("mixed", False)])
 def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
     """Pages begin in some of them, of one row or of several. The cache holds, bit for bit, what one
     does whose steps are eager; nothing is read from slots that nobody has."""
-    steps, rows = 300, 3
+    steps, rows = 200, 3
     ids = left_padded(random_ids(0, 60, 90, 40, 60), 250, 131, 7)
     expected, cache = (OscarCache(ANSWERS[name]) for _ in range(2))
     for one in (expected, cache):
@@ -278,5 +279,5 @@ def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
         if index % 10 == 0:
             for found, other in zip(cache.unpacked(0), expected.unpacked(0), strict=True):
                 assert torch.equal(found, other)
-    assert begun >= 5
+    assert begun >= 3
     assert early > 0.7 * steps if ahead else not early

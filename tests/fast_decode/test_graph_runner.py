@@ -66,6 +66,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.daily("bf16", "two widths", "stream, two widths")
 @pytest.mark.parametrize("name", POLICIES)
 def test_fixed_steps_equal_eager_ones(oscar, monkeypatch, name: str) -> None:
     how = {"policy": POLICIES[name], "tokens": 100}
@@ -149,6 +150,7 @@ def test_a_capture_that_fails_leaves_the_answer(oscar, monkeypatch, caplog, afte
     assert "not permitted when stream is capturing" in message
 
 
+@pytest.mark.daily("3")
 @pytest.mark.parametrize("failures", [1, 3])
 def test_a_capture_that_failed_is_tried_again(oscar, monkeypatch, caplog, failures: int) -> None:
     """Another thread may have broken it."""

@@ -70,6 +70,7 @@ def both(model: Any, rows: int, steps: int) -> list[tuple[torch.Tensor, torch.Te
     return found + list(zip(*(cache.states for cache in caches), strict=True))
 
 
+@pytest.mark.daily("qwen3_5_moe", "qwen3_next")
 def test_steps_are_those_of_the_modules(model) -> None:
     assert supports(model) and not PromptLayers.takes(model)
     for rows in (1, 3):

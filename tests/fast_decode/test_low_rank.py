@@ -67,6 +67,7 @@ def logits(model: nn.Module, reading: bool) -> torch.Tensor:
     return model(**arguments).logits
 
 
+@pytest.mark.daily("all")
 @pytest.mark.parametrize("targets", TARGETS)
 @torch.inference_mode()
 def test_adapters_add_what_they_add_in_peft(plain, targets) -> None:

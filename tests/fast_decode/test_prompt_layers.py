@@ -56,8 +56,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5
     assert (found - expected).abs().max() <= error * expected.abs().max()
 
 
-@pytest.mark.parametrize("chunk", [None, 50])
-@pytest.mark.parametrize("most", [16, 1 << 13])
+@pytest.mark.parametrize(("chunk", "most"), [(None, 16), (50, 1 << 13)])
 def test_logits_and_cache_are_those_of_the_modules(pipe, chunk, most: int) -> None:
     """At once and in chunks, with an MLP that sees all tokens and few."""
     prompt, layers = prompt_of(pipe), PromptLayers(pipe.model, most)
@@ -135,6 +134,7 @@ def test_captured_passes(pipe) -> None:
     assert record.replayed == 2 * count * sum(uses - 1 for uses in used.values()) > 0
 
 
+@pytest.mark.daily("pocket-omni")
 def test_a_prompt_gives_the_same_bits_each_time(pipe) -> None:
     """Before, while and after its length is recorded."""
     layers, prompt = PromptLayers(pipe.model, 1 << 13, Recorder()), prompt_of(pipe)
@@ -142,6 +142,7 @@ def test_a_prompt_gives_the_same_bits_each_time(pipe) -> None:
     assert all(torch.equal(x, found[0]) for x in found)
 
 
+@pytest.mark.daily("pocket-vl")
 def test_captured_passes_with_pictures_and_a_past(pipe) -> None:
     """Features that are added between layers, and turns on a kept cache."""
     layers = PromptLayers(pipe.model, 1 << 13, Recorder())

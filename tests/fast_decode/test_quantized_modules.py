@@ -12,6 +12,7 @@ from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLi
 from oscar_mm.weights import int4
 from oscar_mm.weights.fp8 import dequantized, expanded, quantized
 from oscar_mm.weights.matrix import QuantizedMatrix
+from tests.pairs import pairs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,11 +47,12 @@ def relative(found, expected):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 13, 24, 60])
-@pytest.mark.parametrize(("width", "outputs"), [(256, (5,)), (4096 + 256, (300, 130, 128))])
-def test_products(device, dtype, by_row, rows, width, outputs) -> None:
+@pytest.mark.parametrize(
+    ("rows", "dtype", "by_row", "shape"),
+    pairs((1, 2, 3, 8, 13, 24, 60), DTYPES, (False, True), ((256, (5,)), (4352, (300, 130, 128)))),
+)
+def test_products(device, dtype, by_row, rows, shape) -> None:
+    width, outputs = shape
     x, weights, scales = made(dtype, device, rows, width, outputs, by_row)
     found = linear(x, weights, scales=scales)
     assert relative(found, torch.cat(truth(x, weights, scales), 1)) < TOLERANCE[dtype]
@@ -99,9 +101,9 @@ def made_int4(dtype, rows, group, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 64, 90])
-@pytest.mark.parametrize("group", [32, 64, 128, 512])
+@pytest.mark.parametrize(
+    ("rows", "dtype", "group"), pairs((1, 2, 8, 16, 64, 90), DTYPES, (32, 64, 128, 512))
+)
 def test_int4_products(device, dtype, rows, group) -> None:
     x, matrices = made_int4(dtype, rows, group, device)
     norm = Norm(torch.linspace(0.5, 2, 512).to(x), 1e-5)

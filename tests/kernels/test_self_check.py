@@ -40,6 +40,7 @@ from tests.ops.arguments import (
     results,
     stream_policy,
 )
+from tests.pairs import pairs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -280,9 +281,13 @@ def test_pack_is_compared(fault: Wrong, agrees: bool) -> None:
     check(pack_module.PackKernel, specialization, kernel, agrees)
 
 
-@pytest.mark.parametrize(("fault", "agrees"), [*FAULTS[:1], *FAULTS[2:]])
-@pytest.mark.parametrize("several", [True, False])
-@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize(
+    ("center", "several", "fault", "agrees"),
+    [
+        (center, several, *fault)
+        for center, several, fault in pairs((True, False), (True, False), (FAULTS[0], *FAULTS[2:]))
+    ],
+)
 def test_store_is_compared(center: bool, several: bool, fault: Wrong, agrees: bool) -> None:
     def kernel(arguments: StoreArguments) -> None:
         store_by_torch(arguments)
@@ -311,9 +316,15 @@ def test_append_is_compared(fault: Wrong, agrees: bool) -> None:
     check(append_module.AppendKernel, specialization, kernel, agrees)
 
 
-@pytest.mark.parametrize(("fault", "agrees"), FAULTS)
-@pytest.mark.parametrize("columns", [4, 8])
-@pytest.mark.parametrize("bits", [(2,), (2, 4), ((3, 2),), ((2, 2), (4, 2))])
+@pytest.mark.parametrize(
+    ("bits", "columns", "fault", "agrees"),
+    [
+        (bits, columns, *fault)
+        for bits, columns, fault in pairs(
+            ((2,), (2, 4), ((3, 2),), ((2, 2), (4, 2))), (4, 8), FAULTS
+        )
+    ],
+)
 def test_decode_is_compared(bits: tuple, columns: int, fault: Wrong, agrees: bool) -> None:
     policy = POLICY if isinstance(bits[0], int) else stream_policy()
     formats = [page_format(one, policy=policy) for one in bits]
