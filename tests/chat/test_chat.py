@@ -83,6 +83,7 @@ def recorded(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[Prompt]:
     return prompts
 
 
+@pytest.mark.daily("qwen", "omni")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_turns_are_a_fresh_prefill_and_cost_their_own_tokens(name, pipes, monkeypatch) -> None:
     pipe = pipes[name]
@@ -110,6 +111,7 @@ def test_turns_are_a_fresh_prefill_and_cost_their_own_tokens(name, pipes, monkey
     assert sum(segment.bytes for segment in segments) <= chat.memory.kv_bytes
 
 
+@pytest.mark.daily("omni")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_undo_is_never_having_asked(name, pipes) -> None:
     pipe = pipes[name]
@@ -143,6 +145,7 @@ def test_undo_over_packed_pages(packed) -> None:
     assert len(chat.ask(**OTHER).token_ids) == 6
 
 
+@pytest.mark.daily("channel")
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_forks_go_on_by_themselves(policy, qwen, packed) -> None:
     pipe = {"bf16": qwen, "channel": packed}[policy]

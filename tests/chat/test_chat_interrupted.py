@@ -42,6 +42,7 @@ def failing(pipe: Pipeline, forward: int, error: BaseException) -> Iterator[None
         hook.remove()
 
 
+@pytest.mark.daily("RuntimeError('out of memory')-1", "KeyboardInterrupt()-3")
 @pytest.mark.parametrize("forward", [1, 3])
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
 def test_errors_leave_the_chat_as_it_was(forward, error, packed) -> None:

@@ -57,6 +57,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).abs().max() < 1e-4 * expected.abs().max())
 
 
+@pytest.mark.daily("qwen3_vl_thinking_folder")
 def test_an_answer_has_its_reasoning_apart(pipe) -> None:
     with saying(pipe, ids_of(pipe, THOUGHT + SAID[0])):
         answer = pipe(IMAGES[:1], "What is it?")
@@ -83,6 +84,7 @@ def test_a_batch_has_its_reasoning_apart(pipe) -> None:
     assert (second.answer.text, second.answer.reasoning) == (SAID[1], "No.")
 
 
+@pytest.mark.daily("qwen3_5_thinking_folder")
 def test_turns_are_a_fresh_prefill_of_the_template(pipe) -> None:
     chat = pipe.chat()
     turns: list[tuple[list, str, str | None]] = []
@@ -123,6 +125,7 @@ def test_without_reasoning_a_turn_stays_as_it_is(pipe) -> None:
     assert agree(ask(chat, SAID[1], "Why?"), expected)
 
 
+@pytest.mark.daily("qwen3_vl_thinking_folder")
 def test_an_answer_that_was_cut(pipe) -> None:
     chat = pipe.chat()
     count = len(ids_of(pipe, THOUGHT))

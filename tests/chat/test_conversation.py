@@ -41,6 +41,7 @@ def said(chat: Chat) -> list[str]:
     return re.findall(r"(?:Picture|Clip) \d+:", text)
 
 
+@pytest.mark.daily("pocket-vl")
 def test_numbers_go_on_and_the_cache_is_a_fresh_prefill(pipe: Pipeline) -> None:
     clips = [tone(0.9), tone(1.4, 660)] if isinstance(pipe, OscarOmniPipeline) else []
     turns: list[dict[str, Any]] = [

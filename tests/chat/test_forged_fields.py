@@ -110,6 +110,7 @@ def chat(request, qwen3_vl_folder, tmp_path_factory) -> tuple[Any, Path]:
     return saved(kind, qwen3_vl_folder, media, path, request.param), path
 
 
+@pytest.mark.daily("standard")
 def test_each_field(chat, tmp_path) -> None:
     """A changed field is only accepted if nothing else in the file implies its right value."""
     pipe, path = chat
@@ -130,6 +131,7 @@ def test_each_field(chat, tmp_path) -> None:
     pipe.load_chat(path).close()
 
 
+@pytest.mark.daily("-1-llava", "1-qwen", "1000-omni", "7-qwen")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("by", [-1, 1, 7, 1000])
 def test_positions(name: str, by: int, tmp_path, request) -> None:

@@ -68,6 +68,7 @@ def same(heard: Answer, whole: Answer, late: int = 0) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+@pytest.mark.daily("8.0-1600", "16.5-3201", "25.0-12345")
 @pytest.mark.parametrize(
     ("seconds", "size"),
     [(0.4, 999), (8.0, 1600), (9.0, 40_000), (16.5, 3201), (17.93, 400_000), (25.0, 12_345)],
@@ -412,6 +413,7 @@ def test_a_shortened_answer_is_followed_by_a_spoken_one(pipe) -> None:
     np.testing.assert_allclose(two.speech, whole.speech, atol=1e-3)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("late", [False, True])
 def test_the_talker_forgets_what_it_has_not_read_yet(pipe, *, late: bool) -> None:
     """What is forgotten before the talker reads it is like what is forgotten after that."""

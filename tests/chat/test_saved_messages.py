@@ -51,6 +51,7 @@ def write(path: Path, tensors: dict[str, Any], text: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.daily("qwen")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parts_stay_in_their_order(name: str, tmp_path, request) -> None:
     kind, fixture, other = FAMILIES[name]
@@ -90,6 +91,7 @@ def with_tools(qwen3_vl_folder) -> OscarVLPipeline:
     return pipe
 
 
+@pytest.mark.daily("required")
 @pytest.mark.parametrize("choice", ["auto", "required", FORCED])
 def test_tools_stay(with_tools, choice: Any, tmp_path) -> None:
     """What the model may call, what it called, and what the tools gave."""

@@ -10,6 +10,7 @@ from tests.engine.engine import loaded
 from tests.prompts import noise
 
 
+@pytest.mark.daily("standard")
 @pytest.mark.parametrize("policy", ["standard", "compact", "channel"])
 def test_answers_are_those_over_the_unpacked_past(
     qwen3_vl_folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch

@@ -100,6 +100,7 @@ def test_too_many_are_refused_before_any_is_looked_at(qwen, monkeypatch) -> None
         assert chat.turns == ()
 
 
+@pytest.mark.slow
 def test_short_texts_are_read_together(qwen) -> None:  # noqa: F811
     """Media by themselves, and of long texts as many as others can wait for."""
     short = [past(f"What is {place}?", "Yes.") for place in range(30)]

@@ -83,6 +83,7 @@ def omni(qwen3_omni_folder: Path) -> OscarOmniPipeline:
     return pipe
 
 
+@pytest.mark.daily("bf16-None", "channel-24")
 @pytest.mark.parametrize("chunk", [None, 24])
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_reading_ends_at_the_layer(qwen3_vl_folder: Path, policy: str, chunk: int | None) -> None:

@@ -52,6 +52,7 @@ def run(oscar: Reference, requests, *, policy="bf16", ends=frozenset(), tokens=2
     return [[token for token in row if token is not None] for row in rows], cache
 
 
+@pytest.mark.daily("qwen3_vl-oscar", "qwen3_vl_moe-oscar-None", "qwen3_vl-sdpa")
 @pytest.mark.parametrize(
     ("attention", "end"), [("oscar", NEVER), ("oscar", None), ("sdpa", NEVER), ("eager", NEVER)]
 )
@@ -110,6 +111,7 @@ def test_all_rows_end_at_once(oscar) -> None:
     assert run(oscar, BATCH, ends={row[0] for row in free})[0] == [[]] * len(BATCH)
 
 
+@pytest.mark.daily("channel", "quarot")
 @pytest.mark.parametrize("policy", ["channel", "oscar", "kivi", "quarot"])
 def test_packed_batch_equals_one_by_one(oscar, policy: str) -> None:
     request = REQUESTS["two images"]

@@ -72,6 +72,7 @@ def test_parts_are_those_of_the_whole(pipes: dict[str, Pipeline], name: str) -> 
             assert found["deepstack_visual_embeds"][index] is None, "read once"
 
 
+@pytest.mark.daily("qwen", "moe", "llava")
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill_in_parts_is_exact(
     pipes: dict[str, Pipeline], name: str, monkeypatch: pytest.MonkeyPatch

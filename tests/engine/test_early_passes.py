@@ -161,6 +161,7 @@ def test_launches_after_towers_do_not_shorten_later_waits(
     assert launches and max(launches) < 0.5
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_random_waits(qwen3_vl_folder, capture, small, seed, monkeypatch) -> None:
     """Prompts that come, and requests that are cancelled, while the host waits."""

@@ -38,6 +38,7 @@ from tests.prompts import noise
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
+@pytest.mark.daily("qwen-standard", "omni-standard")
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
@@ -71,6 +72,7 @@ def test_answers_together_are_those_alone(folders, family: str, policy: str) -> 
     assert empty(pipe)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("grows", [True, False])
 def test_pools_grow_when_requests_are_admitted(qwen3_vl_folder, monkeypatch, grows: bool) -> None:
     """On a GPU, steps of short requests find free slots, and so can be launched early."""
@@ -109,6 +111,7 @@ def test_an_error_while_prompts_are_read_is_that_prompts(qwen3_vl_folder) -> Non
     assert empty(pipe)
 
 
+@pytest.mark.daily("channel")
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_nan_of_a_prompt_is_that_prompts(qwen3_vl_folder, policy: str) -> None:
     pipe = loaded(qwen3_vl_folder, policy)
@@ -205,6 +208,7 @@ def test_a_tokenizers_error_is_that_answers(plain, monkeypatch) -> None:
     assert found == [expected[0], *expected[2:]]
 
 
+@pytest.mark.daily("1")
 @pytest.mark.parametrize("old", [0, 1])
 def test_a_cache_with_balancing_of_its_own(folders, monkeypatch, old: int) -> None:
     """Chats of earlier versions have such a cache; they decode in a batch of their own."""
@@ -271,6 +275,7 @@ def test_a_change_of_the_model_between_answers(qwen3_vl_folder, monkeypatch) -> 
     assert repeat.replays > 0
 
 
+@pytest.mark.daily("standard")
 @pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
 def test_captured_steps_of_answers_that_come_and_go(
     qwen3_vl_folder, monkeypatch, policy: str
@@ -352,6 +357,7 @@ def test_seeds_in_a_batch_with_the_same_answers(plain) -> None:
     assert beside == first[1]
 
 
+@pytest.mark.daily("goes on-eager", "ends with it-recorded")
 @pytest.mark.parametrize("record", [None, Repeat()], ids=["eager", "recorded"])
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends with it"])
 def test_nan_of_a_token_that_was_chosen_is_its_answers(

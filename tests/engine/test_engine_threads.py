@@ -67,6 +67,7 @@ def test_an_interrupt_is_that_threads(qwen3_vl_folder, monkeypatch, where: str) 
     assert empty(pipe)
 
 
+@pytest.mark.slow
 def test_many_threads(qwen3_vl_folder) -> None:
     # Pages of these prompts are none, so that reading a kept beginning again is exact.
     pipe = loaded(qwen3_vl_folder, "standard", prefix_cache=1 << 20, kv_budget=1 << 24)
@@ -93,6 +94,7 @@ def test_many_threads(qwen3_vl_folder) -> None:
     assert pipe.engine.running == pipe.engine.waiting == 0
 
 
+@pytest.mark.slow
 def test_a_fifth_leaves_at_random(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24)
     expected = ["".join(pipe.stream(None, SHORT[i % 4], max_new_tokens=20)) for i in range(4)]
@@ -220,6 +222,7 @@ def test_a_step_wakes_only_those_for_whom_something_has_changed(plain: OscarVLPi
     assert max(looks) < 10
 
 
+@pytest.mark.daily("256")
 @pytest.mark.parametrize("rows", [2, 256])
 def test_no_thread_waits_for_a_step_that_nobody_makes(qwen3_vl_folder: Path, rows: int) -> None:
     """Answers end, are abandoned or fail, and threads arrive while others leave."""

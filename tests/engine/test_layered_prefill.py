@@ -102,6 +102,7 @@ def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch)
     assert answer.complete().token_ids == read
 
 
+@pytest.mark.daily("channel")
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_prompts_in_chunks_are_read_as_alone(qwen3_vl_folder, policy: str) -> None:
     pipe = loaded(qwen3_vl_folder, policy, prefill_chunk=24)
@@ -289,6 +290,7 @@ def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_a_new_request
     assert empty(pipe)
 
 
+@pytest.mark.daily("0.0015-0.0015-0.0", "0.0015-0.009-0.0", "0.0085-0.0085-0.002")
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("layer_seconds", "later_seconds", "lost_seconds"),

@@ -54,6 +54,7 @@ def noted(answers: Sequence[Request], monkeypatch: pytest.MonkeyPatch) -> list[i
     return order
 
 
+@pytest.mark.daily("None-compact", "3-bf16")
 @pytest.mark.parametrize("policy", ["bf16", "compact"])
 @pytest.mark.parametrize("before", [None, 3])
 def test_short_prompts_begin_between_chunks(
@@ -90,6 +91,7 @@ def test_long_prompts_take_turns(qwen3_vl_folder: Path, monkeypatch: pytest.Monk
     assert empty(pipe)
 
 
+@pytest.mark.daily("0-bf16", "1-compact")
 @pytest.mark.parametrize("policy", ["bf16", "compact"])
 @pytest.mark.parametrize("leaves", [0, 1])
 def test_a_caller_leaves_between_chunks(qwen3_vl_folder: Path, policy: str, leaves: int) -> None:
@@ -115,6 +117,7 @@ def test_a_caller_leaves_between_chunks(qwen3_vl_folder: Path, policy: str, leav
     assert empty(pipe)
 
 
+@pytest.mark.daily("1")
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_prompt_that_fails_in_the_middle(qwen3_vl_folder: Path, where: int) -> None:
     """Keys are NaN in a middle chunk or in the last one."""

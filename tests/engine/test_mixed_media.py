@@ -85,6 +85,7 @@ def joined(
     return [one.complete().token_ids for one in running], found
 
 
+@pytest.mark.daily("pocket-vl", "pocket-omni")
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_are_those_alone(name, pieces, small) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -100,6 +101,7 @@ def test_answers_are_those_alone(name, pieces, small) -> None:
     assert empty(pipe)
 
 
+@pytest.mark.daily("pocket-llava", "pocket-omni")
 @pytest.mark.parametrize("name", ASKED)
 def test_logits_and_pages(name, capture, small) -> None:
     """In packed pages of each modality, as a usual prefill stores them."""
@@ -215,6 +217,7 @@ def test_text_does_not_add_features(qwen3_vl_folder, capture, small, monkeypatch
     assert {adds for _, adds in shapes} == {False}
 
 
+@pytest.mark.slow
 def test_rows_have_different_adapters(qwen3_vl_folder, tmp_path, pieces, small) -> None:
     """Prompts, running answers and towers have adapters of their own."""
     pytest.importorskip("peft")

@@ -35,6 +35,7 @@ def text(count: int, seed: int = 0) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
+@pytest.mark.daily("standard")
 @pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
 def test_answers_are_those_alone(
     qwen3_vl_folder, policy, capture, pieces, small, monkeypatch
@@ -68,6 +69,7 @@ def unmixed(folder: Path, prompts: list[str], **options) -> list[list[int]]:
         return alone(loaded(folder, "standard"), prompts, **options)
 
 
+@pytest.mark.daily("options0", "options2")
 @pytest.mark.parametrize(
     "options", [{"temperature": 1.0, "seed": 7}, {"logprobs": 2}, {"max_new_tokens": 1}]
 )
@@ -140,6 +142,7 @@ def test_what_cannot_be_stored_fails_alone(qwen3_vl_folder, capture, small) -> N
     assert empty(pipe)
 
 
+@pytest.mark.daily("run")
 @pytest.mark.parametrize("broken", ["run", "_stored"])
 def test_after_an_error_prompts_are_read_alone(
     qwen3_vl_folder, broken, capture, small, monkeypatch, caplog
@@ -244,6 +247,7 @@ def test_requests_that_end_before_their_first_tokens_release_all(
     assert empty(pipe)
 
 
+@pytest.mark.daily("RuntimeError")
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_in_a_pass_ends_only_its_prompt(qwen3_vl_folder, error, capture, small) -> None:
     running, prompts = [text(5, seed) for seed in range(3)], [text(60, 1), BAD, text(60, 2)]

@@ -42,6 +42,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.daily("qwen-1", "qwen-40", "omni-16", "omni-100")
 @pytest.mark.parametrize("most", [1, 16, 40, 100])
 @pytest.mark.parametrize("name", ["qwen", "omni"])
 def test_towers_are_exact(
@@ -62,6 +63,7 @@ def test_towers_are_exact(
     assert len(sizes) > 2 and max(sizes) <= max(most, largest)
 
 
+@pytest.mark.daily("qwen", "moe-33", "llava-33")
 @pytest.mark.parametrize("most", [1, 33])
 @pytest.mark.parametrize("name", ["qwen", "moe", "omni", "llava"])
 def test_mlps_are_exact(

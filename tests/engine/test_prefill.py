@@ -38,6 +38,7 @@ def logits(reference: Reference, prompt: Prompt, chunk: int | None, policy: str)
         return reference.model(**inputs, **as_argument(cache), use_cache=True).logits[:, -1]
 
 
+@pytest.mark.daily("qwen3_vl-text", "qwen3_vl-image and video", "qwen3_vl_moe-two images")
 @pytest.mark.parametrize("name", ["text", "two images", "video", "image and video"])
 def test_16_bit_chunks_give_the_logits_of_the_whole(reference, name: str) -> None:
     prompt = reference.prompt([REQUESTS[name]])
@@ -46,6 +47,7 @@ def test_16_bit_chunks_give_the_logits_of_the_whole(reference, name: str) -> Non
         same(logits(reference, prompt, chunk, "bf16"), expected)
 
 
+@pytest.mark.daily("qwen3_vl")
 def test_every_border_within_an_image(reference) -> None:
     prompt = reference.prompt([REQUESTS["image"]])
     expected = logits(reference, prompt, None, "bf16")
@@ -74,6 +76,7 @@ def test_batch_of_unequal_prompts_after_a_past(reference) -> None:
         same(read_prompt(reference.model, prompt, cache.fork(), chunk), expected)
 
 
+@pytest.mark.daily("qwen3_vl")
 def test_packed_history_is_close(reference) -> None:
     request = REQUESTS["two images"]
     long = type(request)("Compare. " * 150, request.images, REQUESTS["video"].videos)
@@ -125,6 +128,7 @@ def activations(pipe: OscarVLPipeline, prompt: Prompt, chunk: int | None) -> int
     return live.peak
 
 
+@pytest.mark.daily("128-0.7")
 @pytest.mark.parametrize(("chunk", "most"), [(None, 10.5), (128, 0.7)])
 def test_activations_of_a_token(
     pipe: OscarVLPipeline, chunk: int | None, most: float, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def tokens_read(pipe: Any) -> Iterator[list[int]]:
         yield seen
 
 
+@pytest.mark.daily("qwen")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_are_those_without(name, request) -> None:
     kind, folder = FAMILIES[name][0], request.getfixturevalue(FAMILIES[name][1])
@@ -103,6 +104,7 @@ def test_answers_are_those_without(name, request) -> None:
     assert f"{pipe.prefixes.hits} hits, 1 misses" in str(pipe.prefixes)
 
 
+@pytest.mark.daily("qwen")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_of_a_batch_share(name, request) -> None:
     kind, folder = FAMILIES[name][0], request.getfixturevalue(FAMILIES[name][1])

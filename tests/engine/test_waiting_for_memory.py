@@ -43,6 +43,7 @@ def test_one_waits_for_another_that_ends_at_its_first_token(qwen3_vl_folder) -> 
     assert empty(pipe)
 
 
+@pytest.mark.daily("1")
 @pytest.mark.parametrize("together_at_most", [1, 2])
 def test_clients_take_turns_in_waiting_for_memory(qwen3_vl_folder, together_at_most: int) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
@@ -367,6 +368,7 @@ def test_memory_that_the_next_prompt_takes_is_not_given_back_before(
     assert nbytes[1] == nbytes[2] > 4 * nbytes[3]
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("steps_of_twin", [True, False])
 def test_a_chat_waits_for_an_answer_of_another_policy_while_all_are_stepped(
     qwen3_vl_folder, steps_of_twin: bool

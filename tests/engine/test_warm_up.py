@@ -27,6 +27,7 @@ def repeat(monkeypatch) -> Repeat:
     return repeat
 
 
+@pytest.mark.daily("standard")
 @pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
 def test_no_step_is_captured_after_it(qwen3_vl_folder, repeat, policy) -> None:
     pipe = loaded(qwen3_vl_folder, policy, kv_budget="20MB", prefix_cache="1MB")
@@ -42,6 +43,7 @@ def test_no_step_is_captured_after_it(qwen3_vl_folder, repeat, policy) -> None:
     assert found == (alone(pipe) * 4)[:ROWS]
 
 
+@pytest.mark.daily("60")
 @pytest.mark.parametrize("seconds", [60, 0])
 def test_mixed_passes(
     qwen3_vl_folder, capture, pieces, small, monkeypatch, caplog, seconds
