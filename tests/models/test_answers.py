@@ -67,6 +67,7 @@ def wrong(chat: Chat, questions: list[tuple[str, str]]) -> list[tuple[str, str, 
     return found
 
 
+@pytest.mark.daily("pocket-vl-cards-channel", "pocket-omni-clips-channel")
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 @pytest.mark.parametrize(("name", "shown"), ASKED)
 def test_questions_about_the_example_media(name: str, shown: str, policy: str) -> None:
@@ -93,6 +94,7 @@ def test_codes_are_written_out_in_two_bits() -> None:
     assert answer.memory.tokens["image"] > 128  # so pages are full, and packed
 
 
+@pytest.mark.daily("channel")
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 @pytest.mark.parametrize("name", ["pocket-vl", "pocket-llava", "pocket-omni"])
 def test_texts_before_pictures_name_them(name: str, policy: str) -> None:

@@ -20,6 +20,7 @@ def heard(omni: OscarOmniPipeline, samples: np.ndarray) -> str:
     return omni(prompt="What was said?", audio=(sound, 16_000), max_new_tokens=12).text
 
 
+@pytest.mark.daily("compact")
 def test_digits_are_understood(omni) -> None:
     said = [omni.read_aloud(digits, seed=0).complete().speech for digits in DIGITS]
     pairs = [
@@ -36,6 +37,7 @@ def test_digits_are_understood(omni) -> None:
     assert all(0.3 < each < 0.7 for each in seconds)
 
 
+@pytest.mark.daily("compact")
 def test_a_chat_is_answered_aloud(omni) -> None:
     """Both turns, although the talker reads the clips too."""
     with omni.chat() as chat:

@@ -38,6 +38,7 @@ def text_of(words: int) -> str:
     return " ".join(["word"] * words)
 
 
+@pytest.mark.daily("pocket-vl-1")
 @pytest.mark.parametrize("pictures", [0, 1])
 def test_prompts_of_1_to_300_tokens(pipe: Pipeline, pictures: int) -> None:
     for words in LENGTHS[:: 1 + pictures]:

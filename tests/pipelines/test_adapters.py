@@ -88,6 +88,7 @@ def adapted(request, qwen3_vl_folder) -> Iterator[Adapted]:
     yield Adapted(qwen3_vl_folder, KINDS[request.param])
 
 
+@pytest.mark.daily("peft")
 def test_no_prefix_of_another_adapter(adapted) -> None:
     adapters, seen = adapted.adapters, {}
 
@@ -115,6 +116,7 @@ def test_no_prefix_of_another_adapter(adapted) -> None:
     assert seen["b alone"] == seen["b"]
 
 
+@pytest.mark.daily("protocol")
 def test_no_prefix_of_weights_before_they_changed(adapted) -> None:
     adapted.adapters.use("a")
     adapted.answers()

@@ -96,6 +96,7 @@ def logits(pipe: Pipeline, prompt: Prompt) -> torch.Tensor:
     return output.logits[:, -1]
 
 
+@pytest.mark.daily("llava", "qwen", "omni")
 def test_logits_of_concatenated_prompts(case) -> None:
     pipe, requests = case
     prompts = [prepared(pipe, request) for request in requests]
@@ -107,6 +108,7 @@ def test_logits_of_concatenated_prompts(case) -> None:
     assert (single[0] - single[1]).abs().max() > 0.1
 
 
+@pytest.mark.daily("llava", "qwen", "omni")
 def test_a_batch_equals_one_by_one(case) -> None:
     pipe, requests = case
     single = alone(pipe, requests)
@@ -125,6 +127,7 @@ def test_a_batch_equals_one_by_one(case) -> None:
         assert found.timings.prefill_s > 0 < found.timings.decode_s
 
 
+@pytest.mark.daily("qwen", "moe")
 def test_rows_that_end_early(case) -> None:
     pipe, requests = case
     free = [answer.token_ids for answer in alone(pipe, requests)]

@@ -41,6 +41,7 @@ def test_families(fixture: str, name: str, request) -> None:
     assert supports(OscarVLPipeline(folder, device="cpu").model)
 
 
+@pytest.mark.daily("int4", "fp8 block", "awq", "gptq act_order")
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantized_weights(name: str, qwen2_5_vl_folder, tmp_path) -> None:
     fields, make = FORMATS[name]

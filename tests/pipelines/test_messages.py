@@ -119,6 +119,7 @@ def test_the_last_message_may_be_of_the_system(both, roles: list[str]) -> None:
     assert answer.token_ids == plain.answer(inputs)
 
 
+@pytest.mark.daily("llava-1", "qwen-5", "omni-8")
 @pytest.mark.parametrize("seed", [1, 5, 8])
 def test_answers_are_those_of_generate(both, recordings, seed: int) -> None:
     pipe, plain = both

@@ -29,6 +29,7 @@ def text(ids: list[int], start: int = 0) -> Prompt:
     )
 
 
+@pytest.mark.daily("bf16-qwen3_5", "compact-qwen3_vl")
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("policy", ["bf16", "compact"])
 @torch.inference_mode()

@@ -128,6 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.daily("images1", "images2")
 @pytest.mark.parametrize("images", [[], [noise(70, 90)], [noise(40, 40, 1), noise(96, 64, 2)]])
 def test_answers_are_those_of_transformers(registered, folder: Path, images: list[Any]) -> None:
     assert pipeline_for(str(folder)) is OscarVLPipeline

@@ -44,6 +44,7 @@ def offloaded(model: nn.Module, how: str, folder: Path) -> None:
         cpu_offload(model.get_decoder(), CPU, offload_buffers=True)
 
 
+@pytest.mark.daily("qwen-standard", "omni-bf16")
 @pytest.mark.parametrize("policy", ["standard", "bf16"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_that_was_offloaded(name: str, policy: str, request, tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ def test_a_model_that_was_offloaded(name: str, policy: str, request, tmp_path: P
         assert pipe.prefixes.hits == 1
 
 
+@pytest.mark.daily("cpu", "decoder")
 @pytest.mark.parametrize("how", ["cpu", "disk", "decoder"])
 def test_weights_that_came_back(how: str, qwen3_vl_folder, tmp_path: Path) -> None:
     pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu")
@@ -76,6 +78,7 @@ def test_weights_that_came_back(how: str, qwen3_vl_folder, tmp_path: Path) -> No
     assert talk(pipe, tmp_path / "chat") == expected
 
 
+@pytest.mark.daily("model.language_model.layers", "embed_tokens")
 @pytest.mark.parametrize(
     "on_disk", ["model.visual", "model.language_model.layers", "lm_head", "embed_tokens", "norm"]
 )

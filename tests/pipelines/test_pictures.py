@@ -183,6 +183,7 @@ def test_prompts_in_one_pass(one: Pictures) -> None:
     torch.testing.assert_close(features(one, last), expected[1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.daily("llava_onevision", "mistral3", "glm4v_moe", "molmo2")
 def test_images_between_texts(one: Pictures) -> None:
     text = one.asked("First: ", IMAGE, "Then: ", IMAGE, "Which one?")
     expected = one.greedy(one.inputs(text, SHOWN[:2]), 6)
@@ -197,6 +198,7 @@ def test_images_between_texts(one: Pictures) -> None:
     assert one.pipe(messages=[turn], max_new_tokens=6).token_ids == expected
 
 
+@pytest.mark.daily("internvl", "gemma3", "smolvlm", "glm4v", "molmo2")
 def test_turns_are_those_of_transformers(one: Pictures, tmp_path: Path) -> None:
     """Each after the tokens of all earlier turns; the last in a chat that was saved."""
     chat, ids, shown = one.pipe.chat(), list[torch.Tensor](), []
@@ -216,6 +218,7 @@ def test_turns_are_those_of_transformers(one: Pictures, tmp_path: Path) -> None:
         assert chat.ask("And this?", images, max_new_tokens=4).token_ids == expected
 
 
+@pytest.mark.daily("internvl", "idefics3", "paddleocr_vl")
 def test_forget_an_image(one: Pictures, tmp_path: Path) -> None:
     chat = one.pipe.chat()
     chat.ask("What is it?", SHOWN[:2], max_new_tokens=4)
@@ -229,6 +232,7 @@ def test_forget_an_image(one: Pictures, tmp_path: Path) -> None:
     assert 0 < answers[0].memory.tokens["image"] < shown
 
 
+@pytest.mark.daily("internvl", "gemma3", "idefics3", "glm4v", "molmo2")
 def test_questions_share_an_image(one: Pictures) -> None:
     pipe = OscarVLPipeline(
         one.pipe.model, processor=one.pipe.processor, policy="bf16", prefix_cache="100MB"
@@ -240,12 +244,14 @@ def test_questions_share_an_image(one: Pictures) -> None:
         assert (pipe.prefixes.tokens_saved > 0) == (number > 0)
 
 
+@pytest.mark.daily("llava_onevision", "gemma3", "molmo2")
 def test_packed_pages(one: Pictures) -> None:
     pipe = OscarVLPipeline(one.pipe.model, processor=one.pipe.processor, policy="compact")
     report = pipe(SHOWN * 4, "What is it?", max_new_tokens=6).memory
     assert report.kv_bytes < report.bf16_bytes
 
 
+@pytest.mark.daily("internvl", "idefics3", "glm4v", "molmo2")
 def test_tiny_images(one: Pictures) -> None:
     is_mistral = one.pipe.family.name == "Mistral 3"
     refused = {(1, 1): "1x1 pixels are too few.*than 28", (2, 400): "processor.*400x2 pixels; crop"}
@@ -264,6 +270,7 @@ def test_videos_are_refused(one: Pictures) -> None:
         one.pipe(prompt="What?", videos=[clip(4)])
 
 
+@pytest.mark.daily("odd", "two-internvl")
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
 @pytest.mark.parametrize("videos", [[clip(5)], [clip(4), clip(4, 9)]], ids=["odd", "two"])
 def test_videos_are_those_of_transformers(one: Pictures, videos: list, monkeypatch) -> None:
@@ -289,6 +296,7 @@ def test_videos_are_those_of_transformers(one: Pictures, videos: list, monkeypat
     assert answer.token_ids == one.greedy(inputs, 6)
 
 
+@pytest.mark.daily("internvl", "glm4v", "molmo2")
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
 def test_videos_of_different_lengths(one: Pictures, monkeypatch) -> None:
     """Videos that no processor takes together share a pass, or have a pass each."""
@@ -300,6 +308,7 @@ def test_videos_of_different_lengths(one: Pictures, monkeypatch) -> None:
     torch.testing.assert_close(found[0], found[1], atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.daily("internvl", "glm4v", "molmo2")
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
 def test_an_image_before_a_video(one: Pictures, tmp_path: Path) -> None:
     """An image and a video in one turn, then more turns, also of a saved chat."""
@@ -330,6 +339,7 @@ def test_an_image_before_a_video(one: Pictures, tmp_path: Path) -> None:
         assert made.answer and made.answer.token_ids == alone.token_ids
 
 
+@pytest.mark.daily("internvl", "glm4v", "molmo2")
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
 def test_questions_share_a_video(one: Pictures) -> None:
     pipe = OscarVLPipeline(
@@ -343,6 +353,7 @@ def test_questions_share_a_video(one: Pictures) -> None:
         assert (pipe.prefixes.tokens_saved > 0) == (number > 0)
 
 
+@pytest.mark.daily("internvl", "glm4v", "molmo2")
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
 def test_frames_of_files(one: Pictures, tmp_path: Path) -> None:
     """Options choose frames; a request's size is known before they are decoded."""

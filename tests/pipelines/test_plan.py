@@ -97,6 +97,12 @@ def test_bytes_are_those_that_the_pipeline_holds(qwen3_vl_folder: Path) -> None:
     assert made.shape.parameters == pipe.model.num_parameters()
 
 
+@pytest.mark.daily(
+    "Qwen/Qwen3-VL-8B-Instruct-8.77-288",
+    "qwen3-omni-30b-a3b-31.7-192",
+    "llava-v1.6-mistral-7b-7.57-256",
+    "qwen3-vl-30b-a3b-31.1-192",
+)
 @pytest.mark.parametrize(
     ("name", "billions", "heads_of_all_layers"),
     [

@@ -97,6 +97,9 @@ def copy_into(model: torch.nn.Module, truth: dict[str, torch.Tensor]) -> None:
         target.copy_(weight)
 
 
+@pytest.mark.daily(
+    "qwen2_5_vl", "awq-llava_next", "int4-qwen3_vl", "int4 channel-qwen3_vl_moe", "awq-qwen3_vl_moe"
+)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_answers(name, family, request, tmp_path, monkeypatch, device) -> None:

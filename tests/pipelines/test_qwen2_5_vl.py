@@ -93,6 +93,7 @@ def test_logits_are_those_of_transformers(pipe, plain: Plain, name: str) -> None
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.daily("two images", "image and video")
 @pytest.mark.parametrize("name", REQUESTS)
 def test_answers_are_those_of_transformers(pipe, plain: Plain, name: str) -> None:
     """By the fast decoder's arithmetic, after a prompt in 3-D positions."""

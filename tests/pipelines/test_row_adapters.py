@@ -99,6 +99,7 @@ def test_adapters_answer_differently(expected) -> None:
     assert len(set(map(tuple, answers))) == 3
 
 
+@pytest.mark.daily("llava_next", "qwen3_vl_moe")
 @pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl", "qwen3_vl_moe"])
 def test_other_families(family: str, request, tmp_path) -> None:
     checkpoint = request.getfixturevalue(f"{family}_folder")
@@ -116,6 +117,7 @@ def test_other_families(family: str, request, tmp_path) -> None:
     assert own != plain
 
 
+@pytest.mark.daily("None-True", "fp8-False", "int4-True")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("weights", [None, "fp8", "int4"])

@@ -103,6 +103,7 @@ def free(pipe: OscarOmniPipeline) -> bool:
     return pipe.engine.call(is_empty)
 
 
+@pytest.mark.daily("text", "image", "audio")
 @pytest.mark.parametrize("name", REQUESTS)
 def test_codes_and_samples_are_those_of_transformers(
     speaking, speaker, codes, monkeypatch, name: str
@@ -291,6 +292,7 @@ def test_the_talkers_cache_is_packed(speaking, monkeypatch) -> None:
     assert free(pipe)
 
 
+@pytest.mark.daily("6")
 @pytest.mark.parametrize("pieces", [1, 6])
 def test_leaving_a_stream_frees_everything(speaking, pieces: int) -> None:
     stream = speaking.stream(**ASKED, audio=tone(1), seed=LONG)

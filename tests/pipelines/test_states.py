@@ -211,6 +211,7 @@ def test_turns_told_together_end_at_marks(pipe) -> None:
     apart.close()
 
 
+@pytest.mark.daily("captured", "modules")
 def test_requests_join_and_leave_the_batch(stepping, plain) -> None:
     """Answers of several lengths, more than rows; each is the one that it would be alone."""
     requests = [*REQUESTS.values(), *QUESTIONS]
@@ -224,6 +225,7 @@ def test_requests_join_and_leave_the_batch(stepping, plain) -> None:
     assert stepping.store.memory().state_bytes == 0
 
 
+@pytest.mark.daily("captured")
 def test_an_answer_that_is_left_changes_no_other(stepping, plain) -> None:
     """The answer that stays in the batch is the one that it would be alone."""
     [expected] = plain.generate(plain.inputs([SIGN]), max_new_tokens=24)
@@ -240,6 +242,7 @@ def test_an_answer_that_is_left_changes_no_other(stepping, plain) -> None:
     assert stepping.store.memory().state_bytes == 0
 
 
+@pytest.mark.daily("captured")
 def test_nan_of_a_row_is_that_rows(stepping, plain) -> None:
     [expected] = plain.generate(plain.inputs([SIGN]), max_new_tokens=24)
     chat, stream = stepping.chat(), stepping.stream(**asked(SIGN, 24))
@@ -387,6 +390,7 @@ def test_deterministic_answers_decode_alone(pipe, plain) -> None:
     stream.close()
 
 
+@pytest.mark.daily("system1")
 @pytest.mark.parametrize("system", [None, "Be brief. " * 40])
 def test_prefixes_are_shared_where_states_are_kept(pipe, plain, system: str | None) -> None:
     """An image after the same system prompt is read once; the text of two images is not cut."""

@@ -51,6 +51,7 @@ def rendered(pipe: Pipeline, messages: list[dict[str, Any]], **options: Any) -> 
     return pipe.processor.tokenizer(text, **pipe.family.text_options(text))["input_ids"]
 
 
+@pytest.mark.daily("llava-It is a red", "omni- brown ")
 @pytest.mark.parametrize("text", ["It is a red", "A sign. \n", " brown "])
 def test_the_last_message_is_continued(pipe, text: str) -> None:
     messages = [*ASKED, {"role": "assistant", "content": [{"type": "text", "text": text}]}]

@@ -146,6 +146,7 @@ def test_prompts_share_a_pass(languages) -> None:
     assert passes == [sum(len(one.ids(text)) for text in texts)]
 
 
+@pytest.mark.daily("mistral with a window", "gpt-oss", "qwen3_next", "qwen3_5_text")
 @pytest.mark.parametrize(
     "name",
     (

@@ -81,6 +81,7 @@ def test_mixtures_keep_their_order(pipe, path: Path) -> None:
     assert tokens(pipe, [other, PICTURE, PICTURE]) != expected
 
 
+@pytest.mark.daily("1", "6", "7")
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation(pipe, tmp_path: Path, orientation: int) -> None:
     methods = [

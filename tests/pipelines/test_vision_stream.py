@@ -23,6 +23,7 @@ def stream(pipe: OscarVLPipeline, request: Request, **options) -> AnswerStream:
     return pipe.stream(list(request.images), request.prompt, videos=list(request.videos), **options)
 
 
+@pytest.mark.daily("text", "image and video")
 @pytest.mark.parametrize("name", REQUESTS)
 def test_pieces_are_the_text(pipe, name: str) -> None:
     one = stream(pipe, REQUESTS[name], max_new_tokens=40)
@@ -75,6 +76,7 @@ def test_breaking_off_leaves_the_pipeline_as_it_was(pipe) -> None:
         assert request.ask(pipe, max_new_tokens=16).text == expected
 
 
+@pytest.mark.daily("20")
 @pytest.mark.parametrize("chunk", [None, 20])
 def test_two_streams_at_a_time(pipe, chunk: int | None) -> None:
     """Nothing of a conversation is on the model, as transformers' rope_deltas are."""
@@ -95,6 +97,7 @@ def test_two_streams_at_a_time(pipe, chunk: int | None) -> None:
     assert [one.result.token_ids for one in streams] == alone
 
 
+@pytest.mark.daily("None")
 @pytest.mark.parametrize("chunk", [None, 20])
 def test_threads(pipe, chunk: int | None) -> None:
     pipe = OscarVLPipeline(pipe.model, processor=pipe.processor, prefill_chunk=chunk)

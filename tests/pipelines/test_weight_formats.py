@@ -46,6 +46,7 @@ def quantized_products(pipe: OscarVLPipeline) -> int:
     return sum(type(one) is QuantizedLinear for one in modules_of(pipe.model))
 
 
+@pytest.mark.daily("qwen3_vl_per_tensor", "qwen3_vl_moe")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_per_tensor", "qwen3_vl_moe"])
 def test_an_fp8_checkpoint(family, request, tmp_path, keeps_fp8, device) -> None:
@@ -99,6 +100,7 @@ def test_blocks_of_another_size(qwen3_vl_folder, tmp_path, keeps_fp8) -> None:
         OscarVLPipeline(tmp_path / "fp8", device="cpu")
 
 
+@pytest.mark.daily("fp8-qwen3_vl_folder", "int4-llava_next_folder", "int4-qwen3_omni_folder")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("folder", ["qwen3_vl_folder", "llava_next_folder", "qwen3_omni_folder"])
 @pytest.mark.parametrize("weights", ["fp8", "int4"])

@@ -28,6 +28,7 @@ def check(layer: Layer, request: Request, start: int, stop: int) -> None:
     assert float((found - expected).norm() / expected.norm()) < bound
 
 
+@pytest.mark.daily("cpu-standard", "cpu-quarot")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_any_schedule(policy: str, place: dict) -> None:
     """Prompts alone, together and in chunks, beside requests that decode, then all decode."""
@@ -54,6 +55,7 @@ def test_any_schedule(policy: str, place: dict) -> None:
             assert errors.max() < {4: 0.2, 3: 0.4, 2: 0.75}[layer.format.bits.values + 0]
 
 
+@pytest.mark.daily("cpu-0-1", "cpu-2-5")
 @pytest.mark.parametrize(("further", "tokens"), [(0, 1), (1, 1), (2, 1), (2, 5)])
 def test_the_last_layer_stores_for_all(further: int, tokens: int, place: dict) -> None:
     """Once a forward pass has gone through all layers of the tables; else each stores its own."""
