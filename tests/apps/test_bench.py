@@ -55,6 +55,7 @@ def test_a_table_and_its_rows(questions: Path, tmp_path: Path, capsys) -> None:
     assert f"{1000 * packed['kl']:.3g}" in captured.out
 
 
+@pytest.mark.slow
 def test_recordings_and_pictures_of_a_model_with_audio(tmp_path: Path, capsys) -> None:
     clips = sorted(str(path) for path in (CARDS.parent / "clips").glob("*.wav"))
     cards = [str(CARDS / f"{number:02}.png") for number in range(1, 13)]

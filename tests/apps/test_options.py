@@ -48,6 +48,7 @@ def test_threads_of_models(model, chosen, expected, monkeypatch) -> None:
     assert os.environ.get("OMP_NUM_THREADS") == expected
 
 
+@pytest.mark.slow
 def test_threads_are_chosen_before_torch_is_there() -> None:
     """As `oscar-mm ask` does it: it looks at the media before it looks at the model."""
     program = (

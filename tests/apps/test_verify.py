@@ -32,6 +32,7 @@ def written(folder: Path, *rows: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The whole command with the questions in the package: what is printed is in the file."""
     monkeypatch.chdir(tmp_path)

@@ -223,6 +223,7 @@ def test_choices_without_memory_for_two(worker, recordings, monkeypatch) -> None
     assert len(rows) == 4 and not any(result["error"] for result in found.values())
 
 
+@pytest.mark.slow
 def test_budget(worker: Worker, recordings: Path) -> None:
     rows = rows_of(recordings, questions(6))
     free = Engine(worker._pipe, worker._engine.settings, 8)
@@ -260,6 +261,7 @@ def test_listed_choices_and_other_media(worker: Worker, recordings: Path) -> Non
     )
 
 
+@pytest.mark.daily("compact")
 @pytest.mark.parametrize("policy", ["compact", "bf16"])
 def test_models_that_are_balanced_by_the_prompt(policy, llava_next_folder, recordings) -> None:
     for name in "abc":

@@ -169,6 +169,7 @@ def asked(records: list[dict[str, Any]], folder: Path, url: str, **options: Any)
     return read_lines(out), summary
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_local_run(pocket, tmp_path) -> None:
     """Answers, tokens, what is right and errors, in the order of the questions; also once more."""
     movie = {"id": "movie", "video": "a.mp4", "question": "What is it?"}
@@ -557,7 +558,6 @@ def test_a_running_loop_does_not_matter(tmp_path) -> None:
     assert rows["1"]["answer"] == "seven"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_ended_and_resumed(sent: signal.Signals, tmp_path) -> None:
     def slow(_: dict[str, Any]) -> Reply:
@@ -586,6 +586,7 @@ def test_ended_and_resumed(sent: signal.Signals, tmp_path) -> None:
     assert list(rows) == [record["id"] for record in records]
 
 
+@pytest.mark.slow
 def test_limits_of_our_server(pocket, tmp_path) -> None:
     """A full queue passes; a request that is too large is refused before it is sent as a whole."""
     write_sound(tmp_path / "long.wav", tone(300.0), rate=16_000, layout="mono")

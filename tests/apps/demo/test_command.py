@@ -126,6 +126,7 @@ def until(done: Callable[[], Any], seconds: float = 60) -> Any:
     raise AssertionError(f"not in {seconds} s")
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_nothing(qwen3_omni_folder, uploads, tmp_path) -> None:
     """Neither uploads nor conversations on disk, whoever is connected and waits for an answer."""
     port, left, slow, reading = free_port(), tmp_path / "tmp", tmp_path / "slow", tmp_path / "reads"

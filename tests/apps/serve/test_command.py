@@ -141,7 +141,6 @@ def running(
         yield server, openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_served_and_stopped(qwen3_omni_folder, tmp_path, sent) -> None:
     """With a stream that runs; temporary files go with the process."""
@@ -161,7 +160,6 @@ def test_served_and_stopped(qwen3_omni_folder, tmp_path, sent) -> None:
     assert not [*tmp_path.glob("oscar-mm-*")]
 
 
-@pytest.mark.slow
 def test_stopped_while_a_prompt_is_read(qwen3_omni_folder, tmp_path) -> None:
     with running(command_that_reads_for_ever, qwen3_omni_folder, tmp_path) as (server, client):
         Timer(0.5, os.kill, (server.pid, signal.SIGTERM)).start()
@@ -171,7 +169,6 @@ def test_stopped_while_a_prompt_is_read(qwen3_omni_folder, tmp_path) -> None:
     assert not [*tmp_path.glob("oscar-mm-*")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_ends_the_grace_time(qwen3_omni_folder, tmp_path, again) -> None:
     with running(command, qwen3_omni_folder, tmp_path, "600") as (server, client):

@@ -91,6 +91,7 @@ def text_after(pipe: Any, ids: list[int], written: list[int]) -> str:
     return decode([*ids, *written], skip_special_tokens=True).removeprefix(before)
 
 
+@pytest.mark.daily("llava", "qwen")
 def test_the_prompt_is_raw(pipe, asked) -> None:
     ids = ids_of(pipe, PROMPT)
     expected = text_after(pipe, ids, generated(pipe, ids))
@@ -112,6 +113,7 @@ def test_control_tokens_are_those_of_the_client(pipe, asked) -> None:
     assert answer.choices[0].text == text_after(pipe, ids, generated(pipe, ids))
 
 
+@pytest.mark.daily("qwen")
 def test_several_prompts(pipe, asked) -> None:
     prompts = [PROMPT, "Why", "What is written on the"]
     alone = [asked(prompt).choices[0].text for prompt in prompts]
@@ -132,6 +134,7 @@ def test_several_prompts(pipe, asked) -> None:
     ]
 
 
+@pytest.mark.daily("qwen", "omni-options0")
 @pytest.mark.parametrize("options", [{}, {"echo": True}, {"logprobs": 2}, {"n": 2, "seed": 1}])
 def test_streamed(where, asked, options: dict[str, Any]) -> None:
     prompts = [PROMPT, "Why"]
@@ -209,6 +212,7 @@ def test_log_probabilities_as_vllm_has_them(pipe, where) -> None:
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
 
 
+@pytest.mark.daily("omni")
 def test_the_best_of_several(asked) -> None:
     options = {"temperature": 1.3, "seed": 5, "logprobs": 0}
     every = asked(n=6, **options)
@@ -273,6 +277,7 @@ def test_what_is_refused(where, options: dict[str, Any], field: str) -> None:
     assert error["param"] == field, error
 
 
+@pytest.mark.daily("llava")
 def test_media_and_long_prompts_are_refused(pipe, where, asked) -> None:
     for token in pipe.family.placeholders:
         with pytest.raises(openai.BadRequestError, match="stands for media"):

@@ -89,6 +89,7 @@ def test_a_modest_client_does_not_wait_for_all_requests_of_a_greedy_one(omni) ->
     assert found["oscar_mm_queue_seconds_count"] > found["oscar_mm_waiting_clients"] > 1
 
 
+@pytest.mark.slow
 def test_nor_where_only_memory_is_short(qwen3_omni_folder) -> None:
     pipe = OscarOmniPipeline(
         qwen3_omni_folder, policy="bf16", device="cpu", kv_budget="10MB", prefix_cache=None

@@ -266,6 +266,7 @@ def test_bad_requests(messages: list, options: dict, expected: str, client) -> N
     assert refused.value.code == ("context_length_exceeded" if "fit:" in expected else None)
 
 
+@pytest.mark.daily("7-max_tokens", "50-max_completion_tokens", "None-max_tokens")
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("asked", [7, 50, 10**30, None])
 def test_answers_end_where_the_option_does(omni, field: str, asked: int | None) -> None:
@@ -278,6 +279,7 @@ def test_answers_end_where_the_option_does(omni, field: str, asked: int | None) 
         assert last.choices[0].finish_reason == "length"
 
 
+@pytest.mark.daily("None", "50")
 @pytest.mark.parametrize("asked", [50, 100_000, None])
 def test_answers_end_where_the_context_does(omni, monkeypatch, asked: int | None) -> None:
     monkeypatch.setattr(omni.admission, "max_context", 60)
@@ -294,6 +296,7 @@ def test_answers_end_where_the_context_does(omni, monkeypatch, asked: int | None
         assert refused.value.code == "context_length_exceeded"
 
 
+@pytest.mark.daily("2000")
 @pytest.mark.parametrize("asked", [2000, 100_000])
 def test_answers_end_where_the_budget_does(qwen3_omni_folder, asked: int) -> None:
     pipe = OscarOmniPipeline(qwen3_omni_folder, policy="bf16", device="cpu", kv_budget=100_000)
@@ -309,6 +312,7 @@ def test_answers_end_where_the_budget_does(qwen3_omni_folder, asked: int) -> Non
             chat.ask("Why?", max_new_tokens=written + 1)
 
 
+@pytest.mark.daily("4", "1000")
 @pytest.mark.parametrize("running", [1, 4, 1000])
 def test_clients_that_give_no_length(qwen3_omni_folder, monkeypatch, running: int) -> None:
     """They get what the context has, up to their share of the memory, and others what they ask

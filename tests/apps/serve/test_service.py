@@ -77,6 +77,7 @@ def one_running(address: str) -> Iterator[Any]:
         yield stream
 
 
+@pytest.mark.daily("64")
 @pytest.mark.parametrize("conversations", [1, 64])
 def test_the_same_request_of_several_clients(omni, conversations) -> None:
     shown = user(image(png()), text("What?"))
@@ -551,6 +552,7 @@ def test_streams_take_no_threads(omni) -> None:
         assert metrics(address, None)["oscar_mm_decoding"] == 5
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_stops_nobody(omni) -> None:
     with served(omni, max_new_tokens=4000) as address:
         with asking(address, stream=True, max_tokens=4000):

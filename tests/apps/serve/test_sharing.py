@@ -51,6 +51,7 @@ def cached(usage: Any) -> int:
     return usage.prompt_tokens_details.cached_tokens
 
 
+@pytest.mark.slow
 def test_a_number_is_not_read_out_digit_by_digit(pipe, usage) -> None:
     """To who asks next, every digit after a right beginning looks the same."""
     prompt = "My code is "
@@ -78,6 +79,7 @@ def test_beginnings_end_with_pages_and_media(pipe, usage) -> None:
     assert cached(other) == cached(usage(SYSTEM, user("Hello"))) == PAGE_TOKENS
 
 
+@pytest.mark.daily("mine")
 @pytest.mark.parametrize("mine", ["mine", None])
 def test_salts_share_nothing(pipe, usage, mine: str | None) -> None:
     past = [SYSTEM, SHOWN, {"role": "assistant", "content": ""}]

@@ -118,6 +118,7 @@ def test_a_stream(pipe, talk) -> None:
     assert chunks[-1].usage.completion_tokens_details.audio_tokens == answer.speech_tokens
 
 
+@pytest.mark.slow
 def test_calls_come_beside_the_speech(qwen3_omni_calls_folder) -> None:
     pipe = OscarOmniPipeline(qwen3_omni_calls_folder, policy="bf16", device="cpu")
     [pipe.model.generation_config.eos_token_id] = ids_of(pipe, "<|im_end|>")
@@ -159,6 +160,7 @@ def test_a_stream_has_samples_by_default(talk) -> None:
     assert any("data" in _audio(chunk) for chunk in stream)
 
 
+@pytest.mark.slow
 def test_a_stream_in_a_container(pipe, talk, monkeypatch) -> None:
     """The pieces are one file, whose first bytes come before the speech ends."""
     asked = ASKED | {"max_tokens": 30, "stream": True}

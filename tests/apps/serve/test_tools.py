@@ -166,6 +166,7 @@ def test_without_tools_marks_are_text(tool_pipe, asking) -> None:
     assert not answer.message.tool_calls
 
 
+@pytest.mark.daily("required")
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_calls_that_must_be(asking, choice: Any) -> None:
     """A model with random weights would not call by itself."""

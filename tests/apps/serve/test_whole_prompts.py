@@ -66,6 +66,7 @@ def test_the_last_message_is_continued(pipe, where) -> None:
     assert asking_only[0].choices == asking_only[1].choices
 
 
+@pytest.mark.daily("none", "high")
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high"])
 def test_effort(pipe, where, effort: str) -> None:
     message = asked(where, user("Why?"), reasoning_effort=effort).choices[0].message
