@@ -34,6 +34,7 @@ def studio(request: pytest.FixtureRequest) -> Studio:
     return Studio(load(request.param, None, CPU), *atlases(request.param), plain=True)
 
 
+@pytest.mark.daily("pocket-vl")
 def test_stress_leaves_the_model_as_it_was(studio: Studio) -> None:
     pocket = studio.writer.pocket
     model = pocket.generator
@@ -61,6 +62,7 @@ def test_stress_leaves_the_model_as_it_was(studio: Studio) -> None:
         assert torch.equal(weight, before[name])
 
 
+@pytest.mark.daily("pocket-vl")
 def test_conversations_are_those_of_the_studio(studio: Studio) -> None:
     """Recorded and forced, the answers are those of the training's forward pass."""
     pocket = studio.writer.pocket
@@ -78,6 +80,7 @@ def test_conversations_are_those_of_the_studio(studio: Studio) -> None:
         assert kinds == {0, *[1] * (task.images > 0), *[3] * (task.clips > 0)}
 
 
+@pytest.mark.daily("pocket-omni")
 def test_measured_rows(studio: Studio) -> None:
     name = studio.writer.pocket.name
     methods = [
@@ -105,6 +108,7 @@ def test_measured_rows(studio: Studio) -> None:
         assert rows[0]["answers"] == 2 * rows[0]["prompts"]
 
 
+@pytest.mark.daily("pocket-vl")
 def test_free_answers_are_those_of_teacher_forcing(studio: Studio) -> None:
     """Greedy answers through the packed cache, read back, are the likeliest tokens."""
     pocket = studio.writer.pocket
@@ -140,6 +144,7 @@ def test_a_text_in_no_name_is_an_error(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_command_line_records_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

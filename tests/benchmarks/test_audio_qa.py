@@ -44,6 +44,7 @@ def test_ratios() -> None:
     assert set(ratios(rows).values()) == {2.0} and len(ratios(rows)) == 4
 
 
+@pytest.mark.slow
 def test_full_size_in_small(tmp_path: Path) -> None:
     rows = audio_qa.measure_full_size(tmp_path, torch.device("cpu"), tiny=True)
     assert [(row["run"], row["batch"]) for row in rows] == [

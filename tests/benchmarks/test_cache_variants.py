@@ -68,6 +68,7 @@ def test_ours_in_16_bit_steps_as_dynamic_cache(
     assert bool(run.captures) == VARIANTS[name].graph
 
 
+@pytest.mark.slow
 def test_static_cache_compiled(decoder: Decoder, expected: torch.Tensor) -> None:
     with torch.no_grad():
         run = fill(decoder, "static-compiled")

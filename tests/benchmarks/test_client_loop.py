@@ -75,6 +75,7 @@ def test_figures_are_of_the_steady_state(clock: list[float]) -> None:
     assert "first token p50 ms" not in row, "it came during the warm-up"
 
 
+@pytest.mark.slow
 def test_our_engine() -> None:
     pipe = make_endless(random_pipeline("qwen3-vl-8b", tiny=True, device="cpu"))
     closed = ours(pipe, ["What?", "Why?"], Loop("tiny", 10, 6, seconds=1.0, clients=3))
@@ -141,6 +142,7 @@ def test_ratios() -> None:
     assert [*ratios(rows)] == [("qwen3-vl-8b, 64 clients, 2000 tokens", 1.5, 1.3)]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--tiny", "--prompts", "30", "--new-tokens", "4", "--seconds", "1"]
     assert client_loop.main([*small, "--clients", "2", "--out", str(tmp_path)]) == 0

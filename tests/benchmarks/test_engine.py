@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 COMPACT = engine.WAYS["compact-graph"]
 
 
+@pytest.mark.slow
 def test_a_dry_run(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tiny", "--models", "qwen3-vl-8b,llava-1.6-vicuna-7b", "--batches", "1,3"]
     assert engine.main([*arguments, "--out", str(tmp_path)]) == 0

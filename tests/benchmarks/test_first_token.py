@@ -14,6 +14,7 @@ from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.media.media import MediaReader
 
 
+@pytest.mark.slow
 def test_each_case_in_small(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from benchmarks.random_model import RELEASED
 from benchmarks.record import Record
 
 
+@pytest.mark.slow
 def test_a_model_of_each_family_in_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def load(out: Path) -> tuple[Record, dict]:
     return record, {(row["context"], row["method"]): row for row in record.rows}
 
 
+@pytest.mark.slow
 def test_lengths_methods_and_what_is_added(folder, words, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(language, "GENERATED", 5)
     out = tmp_path / "out"

@@ -33,6 +33,7 @@ def completion_tokens(address: str) -> int:
     return int(float(line.split()[-1]))
 
 
+@pytest.mark.slow
 def test_each_token_of_an_endless_answer_arrives(endless: Pipeline) -> None:
     with served(endless) as address:
         one = Load(f"{address}/v1", "none", "tiny", {"temperature": 0}, prompts(KINDS, 20), 9, 1.0)
@@ -50,6 +51,7 @@ def test_each_token_of_an_endless_answer_arrives(endless: Pipeline) -> None:
         assert moments == sorted(moments)
 
 
+@pytest.mark.slow
 def test_a_closed_loop_and_arrivals_with_clients_that_leave(endless: Pipeline) -> None:
     with served(endless) as address:
         server = Server(f"{address}/v1/")
@@ -72,6 +74,7 @@ def test_a_closed_loop_and_arrivals_with_clients_that_leave(endless: Pipeline) -
         assert row["by status"]["left"] >= 0.7 * row["requests"] and row["running end"] == 0
 
 
+@pytest.mark.slow
 def test_a_greedy_user_does_not_count(endless: Pipeline) -> None:
     with served(endless, running=1) as address:
         server = Server(address)
@@ -82,6 +85,7 @@ def test_a_greedy_user_does_not_count(endless: Pipeline) -> None:
     assert row["tokens/s"] > 0 and 0 <= row["least share"] <= 1
 
 
+@pytest.mark.slow
 def test_refused_requests_are_counted(endless: Pipeline) -> None:
     with served(endless, running=1, waiting=0) as address:
         server = Server(address)
@@ -169,6 +173,7 @@ def like_vllm() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_the_same_load_against_another_server(
     like_vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 
 
+@pytest.mark.daily("standard", "kivi", "bf16")
 @pytest.mark.parametrize("preset", KVPolicy.preset_names())
 def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.Generator) -> None:
     [row] = memory.measure([1024], [preset])

@@ -9,6 +9,7 @@ from benchmarks import speech
 from benchmarks.record import Record
 
 
+@pytest.mark.slow
 def test_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

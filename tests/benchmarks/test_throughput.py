@@ -69,6 +69,7 @@ def test_verdicts() -> None:
     assert throughput.bounds(rows[:2]) == [] and throughput.bounds(rows[2:]) == []
 
 
+@pytest.mark.slow
 def test_a_dry_run(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tiny", "--models", "llava-1.6-vicuna-7b", "--out", str(tmp_path)]
     assert throughput.main([*arguments, "--contexts", "1000"]) == 0

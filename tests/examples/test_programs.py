@@ -18,6 +18,7 @@ def run(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> 
     runpy.run_path(str(EXAMPLES / program), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_chat(qwen3_vl_folder, monkeypatch, capsys) -> None:
     pictures = [str(MEDIA / "receipt.jpg"), str(MEDIA / "chart.png")]
     run("chat.py", [str(qwen3_vl_folder), *pictures], monkeypatch)

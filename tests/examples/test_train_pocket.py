@@ -99,6 +99,7 @@ def rebuild(pocket: Pocket, sample, plan: Plan, row: int) -> tuple[str, torch.Te
     return text, ids, pocket.processor(text=[text], **media, return_tensors="pt")
 
 
+@pytest.mark.daily("pocket-vl", "pocket-omni")
 @pytest.mark.parametrize("name", NAMES)
 def test_batches_are_what_the_processor_makes_and_the_model_gets_the_same(name, pockets):
     pocket = pockets[name]
@@ -143,6 +144,7 @@ def test_llava_tiles_equal_the_models_own(pockets):
     torch.testing.assert_close(mine, torch.stack(list(theirs)), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.daily("pocket-omni")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_steps_learn_and_the_export_loads(name, tmp_path, monkeypatch):
     pocket = build(name, seed=2)

@@ -92,6 +92,7 @@ def test_coefficients_of_low_sounds_give_them_back() -> None:
     torch.testing.assert_close(inner, sound[:, 480:-480], atol=3e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_both_parts_learn(config, tokenizer, units) -> None:
     torch.manual_seed(0)
     random.seed(0)
