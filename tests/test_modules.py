@@ -132,6 +132,7 @@ def greedy(plain: Any, prompt: Prompt, tokens: int) -> list[int]:
     return ids[0, -tokens:].tolist()
 
 
+@pytest.mark.daily("norm")
 @pytest.mark.parametrize("name", ["MLP", "norm", "rotation"])
 def test_answers_obey_what_was_replaced(qwen3_vl_folder, name: str, monkeypatch) -> None:
     """Modules are replaced after an answer: then prompt and answer run by the same code."""

@@ -106,6 +106,7 @@ def test_an_editable_install_is_a_plain_path(copied: Path) -> None:
         assert wheel.read(path).decode().split() == [str(copied)]
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file(copied: Path) -> None:
     with built(copied, "build_wheel") as wheel:
         found = {name for name in wheel.namelist() if name.startswith("oscar_mm/")}

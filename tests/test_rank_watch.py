@@ -54,7 +54,6 @@ def test_the_others_end_with_a_lost_rank(how) -> None:
         assert LOST in errors
 
 
-@pytest.mark.slow
 def test_a_rank_may_end_before_the_others() -> None:
     with ranks_of(ask_on, "ends") as processes:
         for process in processes:

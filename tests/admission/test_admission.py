@@ -65,6 +65,7 @@ def is_stored(planned: float, report: MemoryReport, pipe: Pipeline) -> bool:
     return 0 <= spare <= 32 and not rest
 
 
+@pytest.mark.daily("channel")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_forecast_is_what_is_stored(
     vl: OscarVLPipeline, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +97,7 @@ def test_the_forecast_is_what_is_stored(
             assert most - page <= before + pipe.admission.growth_bytes(growth) <= 1.05 * most + 1
 
 
+@pytest.mark.daily("pocket-vl", "pocket-omni")
 @pytest.mark.parametrize("name", BUNDLED)
 def test_foreseen_of_bundled_models(name: str) -> None:
     pipe = pipeline_for(name)(name, device="cpu", dtype="bfloat16")

@@ -48,6 +48,7 @@ def methods(*names: str) -> list[Any]:
     return [method for method in main_methods() if method.name in names]
 
 
+@pytest.mark.daily("qwen3")
 def test_rows_of_methods(model: PreTrainedModel) -> None:
     asked = {"stepwise": (PUBLISHED, DEFAULT, "hqq, 2 bit"), "generated": 5}
     comparison = PassageComparison(model, methods(*CHOSEN), judged=20, **asked)
@@ -108,6 +109,7 @@ def test_the_numbers_are_those_of_plain_transformers(model: PreTrainedModel) -> 
     assert (alone["kl_error"], alone["prompts"]) == (0, 1) and "same" not in alone
 
 
+@pytest.mark.daily("llama")
 def test_rows_of_decoded_tokens(model: PreTrainedModel) -> None:
     """Other tokens than the judged ones, in all rows, and worse than over an exact past."""
     chosen = [*methods(REFERENCE, PUBLISHED, DEFAULT, "hqq, 2 bit"), *block_methods()[:1]]
@@ -137,6 +139,7 @@ def test_rows_of_decoded_tokens(model: PreTrainedModel) -> None:
         assert {key: rows[row["method"]][key] for key in row} == row
 
 
+@pytest.mark.daily("llama")
 def test_errors_shrink_with_passages(model: PreTrainedModel) -> None:
     comparison = PassageComparison(model, methods(REFERENCE, DEFAULT), judged=4)
     pieces = list(passages(Characters(), {"lines": text(4000)}, 160, 4, judged=4))

@@ -53,6 +53,7 @@ def stepped(folder: Path, prompt: Prompt, cache: Cache, tokens: list[int]) -> Te
     return torch.cat(logits).double().log_softmax(-1)
 
 
+@pytest.mark.daily("changes1")
 @pytest.mark.parametrize("changes", [{"window": 8}, {"bits": (3, 2), "window": 64}])
 def test_the_numbers_are_those_of_plain_transformers(llava_next_folder, changes) -> None:
     """With random weights, whose distributions do not turn on one code that is rounded otherwise.
@@ -98,6 +99,7 @@ class Replayed:
         return replay
 
 
+@pytest.mark.slow
 def test_captured_steps_give_the_same_numbers(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +117,7 @@ def test_captured_steps_give_the_same_numbers(
         assert len(judged.steps) == 24 and (name == REFERENCE or judged.steps[:, 0].max() > 1e-3)
 
 
+@pytest.mark.slow
 def test_rows_sum_up_answers(pipe: Pipeline) -> None:
     """Free answers are the pipeline's own; rates and errors come from those of each prompt."""
     comparison = AnswerComparison(pipe, {"quarot": KVPolicy.preset("quarot")}, 20)

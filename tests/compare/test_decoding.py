@@ -69,6 +69,7 @@ def divergence(expected: Tensor, found: Tensor) -> float:
     return float((log.exp() * (log - other)).sum(-1).mean())
 
 
+@pytest.mark.daily("llama-standard", "gemma-channel", "qwen3-bf16")
 @pytest.mark.parametrize(
     ("model", "policy"),
     [
@@ -93,6 +94,7 @@ def test_it_is_what_the_cache_gives_step_by_step(model: PreTrainedModel, policy:
         assert loss > 1e-4 and divergence(exact, found) == pytest.approx(loss, rel=0.12)
 
 
+@pytest.mark.daily("standard:window=0,sinks=9", "channel:window=7")
 @pytest.mark.parametrize(
     "policy", ["standard", "standard:window=0,sinks=9", "channel:window=7", "bf16"]
 )
@@ -113,6 +115,9 @@ def test_a_layer_of_the_quantized_cache_packs_the_tokens_of_another_method() -> 
     assert torch.equal(method.restored_from(KINDS, PROMPT), like.restored_from(KINDS, PROMPT))
 
 
+@pytest.mark.daily(
+    "None-1-standard", "100-100-standard:window=0,sinks=0", "40-1-standard:window=128"
+)
 @pytest.mark.parametrize("policy", ["standard", "standard:window=0,sinks=0", "standard:window=128"])
 @pytest.mark.parametrize(("first", "step"), [(None, 1), (100, 100), (40, 1)])
 def test_blocks_are_those_of_an_engine_that_decodes(

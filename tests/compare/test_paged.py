@@ -33,8 +33,11 @@ STREAMS = {
 PURE = [one for one in METHODS if not one.mixed and not one.missing(states(1, normed=True), IDS)]
 
 
-@pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
-@pytest.mark.parametrize("method", PURE, ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    ("method", "normed"),
+    [*((method, True) for method in PURE), *((method, False) for method in PURE[::6])],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_restored_is_what_the_cache_unpacks(method: Paged, normed: bool) -> None:
     layers = states(3, normed=normed)
     back = method.restored(layers[0], IDS)
@@ -46,8 +49,10 @@ def test_restored_is_what_the_cache_unpacks(method: Paged, normed: bool) -> None
     assert torch.equal(alone.keys, back.keys[:1]) and torch.equal(alone.values, back.values[:1])
 
 
-@pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(
+    ("name", "normed"),
+    [*((name, True) for name in STREAMS), ("3/2 with center", False), ("two formats", False)],
+)
 def test_restored_of_stream_pages_is_what_the_cache_unpacks(name: str, normed: bool) -> None:
     """All rows are compared, including tokens outside full pages."""
     method, layers = Paged(name, STREAMS[name]), states(3, normed=normed)
@@ -181,6 +186,12 @@ def test_methods_say_what_they_cannot_do() -> None:
     assert len(by_name) == len(METHODS)
 
 
+@pytest.mark.daily(
+    "None-1-standard",
+    "200-200-standard:center=false",
+    "40-1-standard",
+    "110-20-standard:center=false",
+)
 @pytest.mark.parametrize("policy", ["standard", "standard:center=false"])
 @pytest.mark.parametrize(("first", "step"), [(None, 1), (200, 200), (40, 1), (110, 20)])
 def test_restored_is_what_an_engine_stores(first: int | None, step: int, policy: str) -> None:

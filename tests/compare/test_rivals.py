@@ -73,6 +73,7 @@ def test_levels_are_those_of_the_literature(bits: int, levels: list[float], erro
     torch.testing.assert_close(back.norm(dim=-1), x.norm(dim=-1), rtol=1e-3, atol=0)
 
 
+@pytest.mark.daily("3")
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_errors_of_known_numbers(bits: int) -> None:
     """Rounding between extremes by numpy; the cache of ExLlamaV3 by the mean of its extremes."""
@@ -119,6 +120,7 @@ def test_what_does_not_fill_a_tile_is_rounded_as_in_a_tile() -> None:
     assert few.isfinite().all() and loss(few, x[:, :1]) < 0.05
 
 
+@pytest.mark.daily("64-3.5625", "TurboQuant 3bit_nc-64-11.791666666666666", "ExLlamaV3 k3v2-64-3.0")
 @pytest.mark.parametrize(
     ("name", "head_dim", "bits"),
     # Codes, and 16-bit scales and the like: KVarN d + 2 d + 3 * 128 a tile, TurboQuant 3 a token
@@ -220,6 +222,9 @@ class Steps(DynamicCache):
         return stored
 
 
+@pytest.mark.daily(
+    "KVarN k3v2, own tokens", "TurboQuant k3v4_nc, own tokens", "ExLlamaV3 k3v2, own tokens"
+)
 @pytest.mark.parametrize(
     "name", [name for name in RIVALS if name.endswith("own tokens") and "2v2" not in name]
 )

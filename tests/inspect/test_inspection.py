@@ -63,6 +63,7 @@ def test_the_probe_changes_nothing_and_keeps_nothing(family, request) -> None:
     assert seen == list(range(len(plain.layers)))
 
 
+@pytest.mark.daily("llava")
 @pytest.mark.parametrize("family", ["llava", "qwen"])
 def test_errors_are_those_of_the_cache(family, request) -> None:
     pipe = request.getfixturevalue(family)
@@ -96,6 +97,7 @@ def test_errors_are_those_of_the_cache(family, request) -> None:
                     assert measured == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_all_modalities(omni) -> None:
     media = {"images": PICTURES, "videos": clip(40), "audio": tone(11.0)}
     inspection = inspect_prompt(omni.model, prompt_of(omni, **media))

@@ -117,6 +117,7 @@ def test_joined_ogg(tmp_path: Path, subtype: str) -> None:
         load_audio(parts[0] + path.read_bytes())
 
 
+@pytest.mark.daily("1-VORBIS", "3-OPUS")
 @pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
 @pytest.mark.parametrize("lost", [1, 3])
 def test_missing_pages_of_ogg_are_silent(tmp_path: Path, subtype: str, lost: int) -> None:
@@ -149,6 +150,7 @@ def test_where_pages_of_ogg_lie_does_not_matter(monkeypatch, tmp_path: Path) -> 
         assert lacks_ogg_pages(gap, "") and not lacks_ogg_pages(data, "")
 
 
+@pytest.mark.daily("wav", "webm", "m4a")
 @pytest.mark.parametrize("suffix", ["wav", "mp3", "webm", "flac", "m4a", "opus"])
 def test_the_last_twentieth_is_missed(tmp_path: Path, suffix: str) -> None:
     """Also at the end of a packet, where no decoder stumbles."""

@@ -236,6 +236,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_pictures_take_no_more_than_is_said() -> None:
     """In a process whose peak is that of one picture; of processes of their own, the largest."""

@@ -54,12 +54,14 @@ def longest_stop(work: Callable[[], object]) -> float:
     return longest
 
 
+@pytest.mark.daily("JPEG-CMYK-options1", "PNG-RGBA-options2", "TIFF-F-options9", "GIF-P-options4")
 @pytest.mark.parametrize(("kind", "mode", "options"), FORMATS)
 def test_formats_that_are_decoded_here(kind: str, mode: str, options: dict[str, Any]) -> None:
     data = encoded(Image.new(mode, (SIDE, SIDE)), kind, **options)
     assert longest_stop(lambda: load_image(data, fit=eighth)) < 0.3
 
 
+@pytest.mark.daily("AVIF")
 @pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
 def test_formats_that_are_decoded_elsewhere(kind: str) -> None:
     tiles = 8 if kind == "AVIF" else 3
@@ -69,6 +71,7 @@ def test_formats_that_are_decoded_elsewhere(kind: str) -> None:
     assert longest_stop(lambda: load_image(data)) < here / 2
 
 
+@pytest.mark.daily("RGB-AVIF", "RGBA-JPEG2000")
 @pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
 def test_pictures_are_the_same(kind: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

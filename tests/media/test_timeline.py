@@ -231,6 +231,7 @@ def test_joined_recordings_of_far_times(tmp_path: Path) -> None:
     assert levels(video.frames) == [*[0] * 4, *[10] * 4, *[20] * 4]
 
 
+@pytest.mark.daily("mp4", "webm", "ts")
 @pytest.mark.parametrize("suffix", ["mp4", "mov", "mkv", "webm", "flv", "ts"])
 def test_lost_sound(tmp_path: Path, suffix: str) -> None:
     """Packets that are missing, and sound that begins late, are silence."""
