@@ -19,15 +19,18 @@ BY_CPU = {64: ALL, 128: ALL, 192: ALL, 256: ALL, 384: ALL, 512: ALL}
 """Head size -> operations with CPU kernels; other multiples of 16 lack decode."""
 BY_CUDA = {64: ALL, 128: ALL, 256: ALL}
 """Head size -> operations with CUDA kernels."""
-BITS = [Bits(2, 2), Bits(3, 2), Bits(4, 4)]
+SIZES = [
+    *((head_dim, Bits(3, 2)) for head_dim in (*range(16, 257, 16), 384, 512)),
+    *((head_dim, bits) for head_dim in (80, 128) for bits in (Bits(2, 2), Bits(4, 4))),
+]
+"""Every head size, and two with other bits, which do not change what has kernels."""
 
 
 def pages_of(policy: KVPolicy, bits: Bits, head_dim: int) -> PageFormat:
     return PageFormat.of(policy, bits, 2, head_dim)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("head_dim", [*range(16, 257, 16), 384, 512])
+@pytest.mark.parametrize(("head_dim", "bits"), SIZES)
 def test_cpu_kernels(head_dim: int, bits: Bits) -> None:
     page_format = pages_of(STANDARD, bits, head_dim)
     found = {
@@ -39,8 +42,7 @@ def test_cpu_kernels(head_dim: int, bits: Bits) -> None:
     assert sorted(name for name, has in found.items() if has) == expected
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("head_dim", [*range(16, 257, 16), 384, 512])
+@pytest.mark.parametrize(("head_dim", "bits"), SIZES)
 def test_cuda_kernels(head_dim: int, bits: Bits) -> None:
     page_format, columns = pages_of(STANDARD, bits, head_dim), 4
     how = head_dim, STANDARD.rotate, torch.bfloat16, columns

@@ -13,6 +13,7 @@ from oscar_mm.quant.fit import (
     token_rms,
     unbiased_scale,
 )
+from tests.pairs import pairs
 
 HALF = 2.0**-11
 SCALINGS = ["shared", "per_head"]
@@ -133,9 +134,10 @@ def test_minmax_reproduces_the_extremes(bits: int) -> None:
     assert ((result - values).abs().amax(-1) <= step * 0.5 + 8 * HALF).all()
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("size", [32, 128])
-@pytest.mark.parametrize("kind", ["normal", "uniform", "laplace", "outlier", "skewed"])
+@pytest.mark.parametrize(
+    ("bits", "size", "kind"),
+    pairs((2, 4), (32, 128), ("normal", "uniform", "laplace", "outlier", "skewed")),
+)
 def test_lsq_beats_minmax(bits: int, size: int, kind: str) -> None:
     values = shaped(groups(1, (200, size)), kind)
     errors = {
@@ -204,9 +206,10 @@ def bias(found: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return ((found.double() - mean) * apart).sum(-1) / apart.square().sum(-1) - 1
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("size", [32, 128])
-@pytest.mark.parametrize("kind", ["normal", "uniform", "laplace", "skewed"])
+@pytest.mark.parametrize(
+    ("bits", "size", "kind"),
+    pairs((2, 4), (32, 128), ("normal", "uniform", "laplace", "skewed")),
+)
 def test_unbiased_values_do_not_shrink(bits: int, size: int, kind: str) -> None:
     values = shaped(groups(4, (500, size)), kind)
     plain, unbiased = read_back(values, bits)
