@@ -152,6 +152,7 @@ def test_a_clip_in_place_of_a_picture(model, tmp_path, capsys) -> None:
     assert json.loads(capsys.readouterr().out)["memory"]["by_modality"]["video"]
 
 
+@pytest.mark.slow
 def test_a_recording(qwen3_omni_folder, model, tmp_path, capsys) -> None:
     sound = write_sound(tmp_path / "sound.flac", tone(1))
     movie = write_movie(tmp_path / "movie.mp4", clip(8), tone(1))

@@ -100,7 +100,7 @@ def qwen(qwen3_vl_folder) -> OscarVLPipeline:
     return loaded(OscarVLPipeline, qwen3_vl_folder)
 
 
-@pytest.mark.daily("qwen", "llava")
+@pytest.mark.daily("qwen", "omni")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_goes_on_where_it_was(name, tmp_path, request) -> None:
     kind, fixture, media = FAMILIES[name]

@@ -110,7 +110,7 @@ def chat(request, qwen3_vl_folder, tmp_path_factory) -> tuple[Any, Path]:
     return saved(kind, qwen3_vl_folder, media, path, request.param), path
 
 
-@pytest.mark.daily("standard")
+@pytest.mark.daily("channel")
 def test_each_field(chat, tmp_path) -> None:
     """A changed field is only accepted if nothing else in the file implies its right value."""
     pipe, path = chat

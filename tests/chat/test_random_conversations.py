@@ -73,7 +73,7 @@ def walk(models, media, family: str, policy: str, seed: int, steps: int, folder:
     Walk(pipe, plain, media, policy == "bf16", seed, folder).run(steps)
 
 
-@pytest.mark.daily("llava-0-8", "qwen-1-8", "omni-0-8")
+@pytest.mark.daily("llava-0-8", "omni-0-8")
 @pytest.mark.parametrize(("seed", "steps"), walks(quick=2))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_conversation_is_one_prefill(family, seed, steps, models, media, tmp_path) -> None:

@@ -48,7 +48,7 @@ def methods(*names: str) -> list[Any]:
     return [method for method in main_methods() if method.name in names]
 
 
-@pytest.mark.daily("qwen3")
+@pytest.mark.daily("llama")
 def test_rows_of_methods(model: PreTrainedModel) -> None:
     asked = {"stepwise": (PUBLISHED, DEFAULT, "hqq, 2 bit"), "generated": 5}
     comparison = PassageComparison(model, methods(*CHOSEN), judged=20, **asked)

@@ -222,9 +222,7 @@ class Steps(DynamicCache):
         return stored
 
 
-@pytest.mark.daily(
-    "KVarN k3v2, own tokens", "TurboQuant k3v4_nc, own tokens", "ExLlamaV3 k3v2, own tokens"
-)
+@pytest.mark.daily("KVarN k3v2, own tokens", "ExLlamaV3 k3v2, own tokens")
 @pytest.mark.parametrize(
     "name", [name for name in RIVALS if name.endswith("own tokens") and "2v2" not in name]
 )

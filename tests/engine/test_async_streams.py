@@ -71,6 +71,7 @@ def test_the_pieces_are_those_of_a_stream(pipe) -> None:
     assert pieces == expected and answer.text == "".join(pieces) and len(pieces) > 3
 
 
+@pytest.mark.slow
 def test_fifty_streams_at_once(pipe) -> None:
     prompts, options = (
         [f"What is {number}?" for number in range(50)],

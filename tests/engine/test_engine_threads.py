@@ -313,6 +313,7 @@ def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(
     assert empty(plain)
 
 
+@pytest.mark.slow
 def test_an_answer_that_began_before_all_requests_are_stepped(plain) -> None:
     expected = alone(plain, SHORT[:1], max_new_tokens=150)[0]
     answer, other = made(plain, SHORT[0], max_new_tokens=150), made(plain, SHORT[1])

@@ -290,7 +290,7 @@ def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_a_new_request
     assert empty(pipe)
 
 
-@pytest.mark.daily("0.0015-0.0015-0.0", "0.0015-0.009-0.0", "0.0085-0.0085-0.002")
+@pytest.mark.daily("0.0015-0.0015-0.0", "0.0015-0.009-0.0")
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("layer_seconds", "later_seconds", "lost_seconds"),

@@ -76,6 +76,7 @@ def test_short_prompts_begin_between_chunks(
     assert empty(pipe)
 
 
+@pytest.mark.slow
 def test_long_prompts_take_turns(qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last request has fewer chunks and finishes first; running answers continue."""
     pipe = loaded(qwen3_vl_folder, prefill_chunk=CHUNK)

@@ -217,7 +217,6 @@ def test_text_does_not_add_features(qwen3_vl_folder, capture, small, monkeypatch
     assert {adds for _, adds in shapes} == {False}
 
 
-@pytest.mark.slow
 def test_rows_have_different_adapters(qwen3_vl_folder, tmp_path, pieces, small) -> None:
     """Prompts, running answers and towers have adapters of their own."""
     pytest.importorskip("peft")

@@ -142,7 +142,7 @@ def test_what_cannot_be_stored_fails_alone(qwen3_vl_folder, capture, small) -> N
     assert empty(pipe)
 
 
-@pytest.mark.daily("run")
+@pytest.mark.daily("_stored")
 @pytest.mark.parametrize("broken", ["run", "_stored"])
 def test_after_an_error_prompts_are_read_alone(
     qwen3_vl_folder, broken, capture, small, monkeypatch, caplog
@@ -247,7 +247,7 @@ def test_requests_that_end_before_their_first_tokens_release_all(
     assert empty(pipe)
 
 
-@pytest.mark.daily("RuntimeError")
+@pytest.mark.daily("KeyboardInterrupt")
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_in_a_pass_ends_only_its_prompt(qwen3_vl_folder, error, capture, small) -> None:
     running, prompts = [text(5, seed) for seed in range(3)], [text(60, 1), BAD, text(60, 2)]

@@ -128,7 +128,7 @@ def activations(pipe: OscarVLPipeline, prompt: Prompt, chunk: int | None) -> int
     return live.peak
 
 
-@pytest.mark.daily("128-0.7")
+@pytest.mark.daily("None-10.5")
 @pytest.mark.parametrize(("chunk", "most"), [(None, 10.5), (128, 0.7)])
 def test_activations_of_a_token(
     pipe: OscarVLPipeline, chunk: int | None, most: float, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,7 @@ def test_a_client_whose_request_runs_longer_has_no_more_of_them(qwen3_vl_folder)
     assert empty(pipe)
 
 
+@pytest.mark.slow
 def test_many_wait_for_one(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
@@ -110,6 +111,7 @@ def test_many_wait_for_one(qwen3_vl_folder) -> None:
     assert empty(pipe)
 
 
+@pytest.mark.slow
 def test_what_overtakes_is_read_as_it_would_be_alone(qwen3_vl_folder, monkeypatch) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None

@@ -67,7 +67,7 @@ def wrong(chat: Chat, questions: list[tuple[str, str]]) -> list[tuple[str, str, 
     return found
 
 
-@pytest.mark.daily("pocket-vl-cards-channel", "pocket-omni-clips-channel")
+@pytest.mark.daily("pocket-vl-cards-channel")
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 @pytest.mark.parametrize(("name", "shown"), ASKED)
 def test_questions_about_the_example_media(name: str, shown: str, policy: str) -> None:
@@ -86,6 +86,7 @@ def test_questions_about_the_example_media(name: str, shown: str, policy: str) -
     assert len(mistakes) <= (policy == "channel" or name == "pocket-llava"), mistakes
 
 
+@pytest.mark.slow
 def test_codes_are_written_out_in_two_bits() -> None:
     pipe = OscarVLPipeline("pocket-vl", device="cpu")
     codes = list(READ.values())

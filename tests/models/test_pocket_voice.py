@@ -20,7 +20,7 @@ def heard(omni: OscarOmniPipeline, samples: np.ndarray) -> str:
     return omni(prompt="What was said?", audio=(sound, 16_000), max_new_tokens=12).text
 
 
-@pytest.mark.daily("compact")
+@pytest.mark.slow
 def test_digits_are_understood(omni) -> None:
     said = [omni.read_aloud(digits, seed=0).complete().speech for digits in DIGITS]
     pairs = [

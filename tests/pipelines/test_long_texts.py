@@ -119,6 +119,7 @@ def test_several_texts_that_are_too_long_together(pipe: OscarVLPipeline) -> None
         pipe.chat().stream(messages=[user_message(half)] * 4)
 
 
+@pytest.mark.slow
 def test_what_fits_passes(pipe: OscarVLPipeline) -> None:
     """Up to the last token: blocks are no reason to refuse a text."""
     text = "What is this? " * (pipe.max_context // 5)

@@ -251,7 +251,7 @@ def test_packed_pages(one: Pictures) -> None:
     assert report.kv_bytes < report.bf16_bytes
 
 
-@pytest.mark.daily("internvl", "idefics3", "glm4v", "molmo2")
+@pytest.mark.daily("internvl", "mistral3", "glm4v", "molmo2")
 def test_tiny_images(one: Pictures) -> None:
     is_mistral = one.pipe.family.name == "Mistral 3"
     refused = {(1, 1): "1x1 pixels are too few.*than 28", (2, 400): "processor.*400x2 pixels; crop"}

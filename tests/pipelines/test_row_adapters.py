@@ -259,6 +259,7 @@ def test_adapters_need_names_at_the_pipeline(qwen3_vl_folder) -> None:
         plain(prompt="a", adapter="a")
 
 
+@pytest.mark.slow
 def test_an_answer_of_an_adapter_is_said(qwen3_omni_talker_folder, tmp_path) -> None:
     from transformers import Qwen3OmniMoeForConditionalGeneration as Omni
 

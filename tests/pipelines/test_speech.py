@@ -103,7 +103,7 @@ def free(pipe: OscarOmniPipeline) -> bool:
     return pipe.engine.call(is_empty)
 
 
-@pytest.mark.daily("text", "image", "audio")
+@pytest.mark.daily("text", "image")
 @pytest.mark.parametrize("name", REQUESTS)
 def test_codes_and_samples_are_those_of_transformers(
     speaking, speaker, codes, monkeypatch, name: str

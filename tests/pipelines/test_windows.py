@@ -135,7 +135,7 @@ def test_rows_of_all_lengths_share_steps(folder: Path, capture: Capture) -> None
     assert 3 * capture.captures < capture.replays and capture.replays > TOKENS // 2
 
 
-@pytest.mark.daily("mistral-whole pages", "gemma 3-stream", "gpt-oss-bf16")
+@pytest.mark.daily("mistral-whole pages", "gemma 3-stream")
 @pytest.mark.parametrize("policy", POLICIES)
 @torch.inference_mode()
 def test_captured_steps_equal_eager_ones(folder: Path, policy: str) -> None:

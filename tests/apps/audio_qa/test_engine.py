@@ -110,6 +110,7 @@ def test_the_next_recording_is_decoded_meanwhile(worker, recordings, monkeypatch
     assert len(read) < 4
 
 
+@pytest.mark.slow
 def test_free_answers_are_those_of_the_pipeline(worker: Worker, recordings: Path) -> None:
     rows = rows_of(recordings, questions(2, 2))
     exact = Worker(replace_policy(worker, "bf16"))

@@ -240,6 +240,7 @@ def test_types(where) -> None:
         assert answer.object == "text_completion"
 
 
+@pytest.mark.daily("qwen")
 @pytest.mark.parametrize(
     ("options", "field"),
     [
