@@ -142,7 +142,6 @@ def test_what_cannot_be_stored_fails_alone(qwen3_vl_folder, capture, small) -> N
     assert empty(pipe)
 
 
-@pytest.mark.daily("_stored")
 @pytest.mark.parametrize("broken", ["run", "_stored"])
 def test_after_an_error_prompts_are_read_alone(
     qwen3_vl_folder, broken, capture, small, monkeypatch, caplog

@@ -43,7 +43,6 @@ def test_no_step_is_captured_after_it(qwen3_vl_folder, repeat, policy) -> None:
     assert found == (alone(pipe) * 4)[:ROWS]
 
 
-@pytest.mark.daily("0")
 @pytest.mark.parametrize("seconds", [60, 0])
 def test_mixed_passes(
     qwen3_vl_folder, capture, pieces, small, monkeypatch, caplog, seconds

@@ -262,7 +262,6 @@ def by_modules(
     return layer(x, position_embeddings=angles, attention_mask=None)[0]
 
 
-@pytest.mark.slow
 def test_chats_with_drafts_answer_as_those_without(
     drafting: OscarVLPipeline, plain: OscarVLPipeline, tmp_path: Path
 ) -> None:

@@ -87,7 +87,6 @@ def test_a_call_that_must_be(pipe) -> None:
     assert '"<tool_call>"' in forced["grammar"].text and "find" in forced["grammar"].text
 
 
-@pytest.mark.daily("choice1")
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "turn"}}])
 def test_a_random_model_calls_what_it_must(pipe, choice: Any) -> None:
     kinds = {"side": {"type": "string", "enum": ["left", "right"]}, "far": {"type": "boolean"}}
