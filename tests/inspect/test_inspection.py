@@ -97,7 +97,6 @@ def test_errors_are_those_of_the_cache(family, request) -> None:
                     assert measured == pytest.approx(expected, rel=2e-3)
 
 
-@pytest.mark.slow
 def test_all_modalities(omni) -> None:
     media = {"images": PICTURES, "videos": clip(40), "audio": tone(11.0)}
     inspection = inspect_prompt(omni.model, prompt_of(omni, **media))

@@ -80,7 +80,6 @@ def picture(found) -> bytes:
     return png(found, "A title")
 
 
-@pytest.mark.slow
 def test_figure(picture) -> None:
     image = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))
     assert image.shape[0] > 1500 and image.shape[1] > 1200

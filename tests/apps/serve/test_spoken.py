@@ -160,7 +160,6 @@ def test_a_stream_has_samples_by_default(talk) -> None:
     assert any("data" in _audio(chunk) for chunk in stream)
 
 
-@pytest.mark.slow
 def test_a_stream_in_a_container(pipe, talk, monkeypatch) -> None:
     """The pieces are one file, whose first bytes come before the speech ends."""
     asked = ASKED | {"max_tokens": 30, "stream": True}
