@@ -80,7 +80,7 @@ def test_conversations_are_those_of_the_studio(studio: Studio) -> None:
         assert kinds == {0, *[1] * (task.images > 0), *[3] * (task.clips > 0)}
 
 
-@pytest.mark.daily("pocket-omni")
+@pytest.mark.slow
 def test_measured_rows(studio: Studio) -> None:
     name = studio.writer.pocket.name
     methods = [

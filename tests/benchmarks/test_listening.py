@@ -8,7 +8,6 @@ from benchmarks import listening
 from benchmarks.record import Record
 
 
-@pytest.mark.slow
 def test_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

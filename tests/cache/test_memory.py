@@ -179,6 +179,7 @@ def test_ratio(policy: str, heads: int, tokens: int, least: float) -> None:
     check_sums(cache)
 
 
+@pytest.mark.slow
 def test_peak_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys and values of a layer are packed as soon as its attention is done."""
     tokens, layers, width = 8000, 12, 64

@@ -32,6 +32,7 @@ def test_chats_take_turns(packed) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_threads_take_turns(packed) -> None:
     def work(questions: tuple[dict[str, Any], ...]) -> list[list[int]]:
         chat = packed.chat()

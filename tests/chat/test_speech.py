@@ -80,6 +80,7 @@ def speech_bytes(pipe: OscarOmniPipeline) -> int:
     return pipe.engine.call(lambda: pipe.engine.speech_bytes)
 
 
+@pytest.mark.slow
 def test_later_turns_are_said_as_whole_conversations(speaking, chat: Chat) -> None:
     """A turn without media need not be spoken."""
     for turn in range(4):

@@ -248,6 +248,7 @@ def test_a_cache_with_balancing_of_its_own(folders, monkeypatch, old: int) -> No
     assert (2, True) in seen and (1, False) in seen and (2, False) not in seen
 
 
+@pytest.mark.slow
 def test_a_change_of_the_model_between_answers(qwen3_vl_folder, monkeypatch) -> None:
     repeat = Repeat()
     monkeypatch.setattr(

@@ -72,6 +72,7 @@ def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
     assert [second.complete().token_ids] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch) -> None:
     pipe = loaded(qwen3_vl_folder, "channel")
@@ -145,6 +146,7 @@ def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
         running.cancel()
 
 
+@pytest.mark.slow
 def test_a_step_that_was_launched_early_is_not_lost_when_others_join(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

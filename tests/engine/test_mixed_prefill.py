@@ -421,6 +421,7 @@ def test_passes_are_long_only_if_they_are_full_or_fewer(
     assert piece is not None and piece.shape.rows == size
 
 
+@pytest.mark.slow
 def test_batches_have_few_sizes_beside_prompts(
     qwen3_vl_folder, capture, small, pieces, monkeypatch
 ) -> None:

@@ -209,6 +209,7 @@ def test_a_request_begins_when_an_answer_of_another_policy_has_ended(qwen3_vl_fo
     assert not running.ended
 
 
+@pytest.mark.slow
 def test_requests_of_two_policies_wait_for_each_other(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24, spill=False)
     pair = [pipe, pipe.with_policy("bf16")]

@@ -25,6 +25,7 @@ def test_chat(qwen3_vl_folder, monkeypatch, capsys) -> None:
     assert "KV cache" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_questions_about_a_recording(qwen3_omni_folder, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     questions = ["Who speaks?", "What is it about?"]

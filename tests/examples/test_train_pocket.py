@@ -144,7 +144,7 @@ def test_llava_tiles_equal_the_models_own(pockets):
     torch.testing.assert_close(mine, torch.stack(list(theirs)), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.daily("pocket-omni")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_steps_learn_and_the_export_loads(name, tmp_path, monkeypatch):
     pocket = build(name, seed=2)

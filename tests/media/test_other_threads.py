@@ -71,7 +71,7 @@ def test_formats_that_are_decoded_elsewhere(kind: str) -> None:
     assert longest_stop(lambda: load_image(data)) < here / 2
 
 
-@pytest.mark.daily("RGB-AVIF", "RGBA-JPEG2000")
+@pytest.mark.daily("RGBA-AVIF")
 @pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
 def test_pictures_are_the_same(kind: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

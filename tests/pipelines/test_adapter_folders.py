@@ -82,6 +82,7 @@ def test_a_folder(adapter, expected) -> None:
     assert pipeline_for(adapter) is OscarVLPipeline
 
 
+@pytest.mark.slow
 def test_quantized_weights_do_not_round_the_adapter(qwen3_vl_folder, adapter) -> None:
     for weights in ("fp8", "int4"):
         reference = PeftReference(qwen3_vl_folder, {"a": adapter}, weights)

@@ -80,6 +80,7 @@ def test_answers_are_those_of_transformers(both, kind: str, name: str) -> None:
     assert request.ask(one.pipe, max_new_tokens=TOKENS).token_ids == one.answer(request)
 
 
+@pytest.mark.slow
 def test_long_prompts_are_read_in_parts(both, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part goes on from the states of the one before it."""
     one = both["qwen3_5"]

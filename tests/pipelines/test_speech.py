@@ -141,6 +141,7 @@ def test_the_talker_reads_all_questions(speaking, speaker, monkeypatch) -> None:
     np.testing.assert_allclose(answer.speech, expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_known_prompt_is_said_alike(speaking, monkeypatch) -> None:
     brief(monkeypatch, 12)
     how: dict[str, Any] = {"processor": speaking.processor, "policy": "bf16"}
@@ -162,6 +163,7 @@ def test_a_prompt_in_chunks_is_said_alike(speaking, speaker, monkeypatch) -> Non
     np.testing.assert_allclose(chunked(**ASKED, **media, seed=1).speech, expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_pieces_come_while_words_are_written(speaking) -> None:
     stream = speaking.stream(**ASKED | {"max_new_tokens": 40}, audio=tone(1), seed=LONG)
     pieces = list(stream.with_speech())
@@ -280,6 +282,7 @@ def test_captured_steps_say_what_eager_steps_say(
     np.testing.assert_allclose(spoken, expected, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_the_talkers_cache_is_packed(speaking, monkeypatch) -> None:
     brief(monkeypatch, 200)
     pipe = speaking.with_policy("compact")

@@ -138,6 +138,7 @@ def test_counts_are_those_of_the_placeholders(qwen, reference, name: str) -> Non
     assert answer.memory.tokens["video"] == int((ids == config.video_token_id).sum())
 
 
+@pytest.mark.slow
 def test_many_images_take_a_fraction_of_16_bit(qwen3_vl_folder, pipe) -> None:
     request = Request("Which one is red?", [noise(256, 256, seed) for seed in range(24)])
     held = {}
@@ -166,6 +167,7 @@ def test_16_bit_weights_on_a_cpu(qwen3_vl_folder) -> None:
         assert len(REQUESTS["image"].ask(pipe, max_new_tokens=6).token_ids) == 6
 
 
+@pytest.mark.slow
 def test_prefill_chunk_is_exact_in_16_bit(qwen3_vl_folder) -> None:
     whole = OscarVLPipeline(qwen3_vl_folder, policy="bf16", device="cpu")
     answers = [request.ask(whole, max_new_tokens=12).token_ids for request in REQUESTS.values()]

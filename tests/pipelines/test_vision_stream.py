@@ -76,7 +76,7 @@ def test_breaking_off_leaves_the_pipeline_as_it_was(pipe) -> None:
         assert request.ask(pipe, max_new_tokens=16).text == expected
 
 
-@pytest.mark.daily("20")
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 20])
 def test_two_streams_at_a_time(pipe, chunk: int | None) -> None:
     """Nothing of a conversation is on the model, as transformers' rope_deltas are."""
@@ -160,6 +160,7 @@ def test_one_token(pipe) -> None:
     assert answer.timings.prefill_s > 0
 
 
+@pytest.mark.slow
 def test_seeds(pipe) -> None:
     request = REQUESTS["image"]
     how = {"max_new_tokens": 24, "temperature": 1.0}

@@ -224,7 +224,6 @@ def test_choices_without_memory_for_two(worker, recordings, monkeypatch) -> None
     assert len(rows) == 4 and not any(result["error"] for result in found.values())
 
 
-@pytest.mark.slow
 def test_budget(worker: Worker, recordings: Path) -> None:
     rows = rows_of(recordings, questions(6))
     free = Engine(worker._pipe, worker._engine.settings, 8)

@@ -169,7 +169,6 @@ def asked(records: list[dict[str, Any]], folder: Path, url: str, **options: Any)
     return read_lines(out), summary
 
 
-@pytest.mark.slow
 def test_the_rows_of_a_local_run(pocket, tmp_path) -> None:
     """Answers, tokens, what is right and errors, in the order of the questions; also once more."""
     movie = {"id": "movie", "video": "a.mp4", "question": "What is it?"}

@@ -60,7 +60,6 @@ def test_models_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert local_models("0.0.0.0") == [], "strangers choose no model"
 
 
-@pytest.mark.slow
 def test_the_next_page_has_the_other_model_and_the_first_is_freed(
     qwen3_omni_folder: Path, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
