@@ -9,7 +9,6 @@ from benchmarks.serving import Clients, chat_request, friendly, hostile, text
 from tests.apps.serve.conftest import omni, served  # noqa: F401
 
 
-@pytest.mark.slow
 def test_all_are_answered_whatever_others_send(omni) -> None:  # noqa: F811
     before = omni.store.memory().used_bytes
     with served(omni) as address:
