@@ -32,6 +32,7 @@ def calling(qwen3_omni_calls_folder: Path) -> Iterator[tuple[Any, str]]:
         yield pipe, address
 
 
+@pytest.mark.daily("audio")
 @pytest.mark.parametrize("modality", ["text", "audio"])
 def test_functions_are_called_and_their_results_are_read(calling, modality: str) -> None:
     pipe, address = calling
