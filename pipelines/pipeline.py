@@ -171,6 +171,7 @@ class Pipeline:
         )
         self.store.ranks = TPGroup.of(self.model)
         self.store.ranks.check(self.policy)
+        self._free_outside_windows(self.store)
         # Shared with the pipelines that ``with_policy`` derives from this one.
         self._fingerprint = ModelFingerprint(self.model)
         self.media_reader.fit, self.media_reader.sizes = self.family.largest_image, self.family
@@ -390,11 +391,18 @@ class Pipeline:
         twin.store = PageStore(twin.policy, self.store.ranks)
         twin.admission = replace(self.admission, store=twin.store)
         twin.prefixes = None
+        twin._free_outside_windows(twin.store)
         twin.engine = Engine(self.family, twin.store, twin.admission, thread=self.engine.thread)
         warn_of_hard_layers(self.model, twin.policy)
         if (budget := self.budget) is not None:
             self.engine.call(lambda: budget.stores.add(twin.store))
         return twin
+
+    def _free_outside_windows(self, store: PageStore) -> None:
+        """Let layers with sliding windows store only what windows reach, unless prompts may share a
+        prefix, whose windows may end anywhere."""
+        if self.prefixes is None and store.ranks.count == 1:
+            store.free_outside_windows(self.family.windows)
 
     def release_graphs(self) -> None:
         """Drop the captured CUDA graphs; the next request captures them again.

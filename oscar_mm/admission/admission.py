@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from oscar_mm.modality import Modality
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 from oscar_mm.sizes import format_bytes
 
+_Sums: TypeAlias = "dict[torch.device, dict[int | None, dict[Bits, int]]]"
+"""Device -> size of the sliding window -> bits -> bytes of a slot; None for layers that store all
+tokens."""
 _DOUBT = 0.05
 """Assumed maximum relative error of the duration in the header of a recording or video."""
 _BLOCK = 1 << 16
@@ -91,10 +94,10 @@ class Admission:
     prefill_chunk: int | None = None
     budget: KVBudget | None = None
     thread: EngineThread = field(default_factory=EngineThread)
-    _known: tuple[tuple[int, torch.device], dict[torch.device, dict[Bits, int]]] | None = field(
+    _known: tuple[tuple[int, torch.device], _Sums] | None = field(
         default=None, init=False, repr=False
     )
-    """Cached result of ``_slot_bytes_by_device``, after the number of layers and the model's device
+    """Cached result of ``_sums_by_window``, after the number of layers and the model's device
     for which it is valid."""
 
     @property
@@ -302,10 +305,10 @@ class Admission:
         """Return how many times a forecast fits into each GPU's memory; memory that caches use now
         counts as available."""
         shares = []
-        for device, sizes in self._slot_bytes_by_device().items():
+        for device in self._slot_bytes_by_device():
             if (free := free_bytes(device)) is not None:
                 memory = free + self._free_bytes(device) + self._others_bytes(device, None)
-                needed = pool_bytes(growth.added, sizes) + self._running_state_bytes[device]
+                needed = self._pool_bytes(device, growth) + self._running_state_bytes[device]
                 shares.append(memory / needed)
         return shares
 
@@ -476,8 +479,12 @@ class Admission:
 
     def _bytes_over_time(self, growth: SlotForecast) -> np.ndarray:
         """Return the bytes added after 0, 1, 2, ... tokens of the answer, with a row's states."""
-        stored = bytes_over_time(growth.added, self._slot_bytes())
-        return stored + self._running_state_bytes.total()
+        stored = [
+            bytes_over_time(found.added, sizes)
+            for device in self._sums_by_window()
+            for found, sizes in self._by_window(device, growth)
+        ]
+        return np.sum(stored, axis=0) + self._running_state_bytes.total()
 
     def _check_context(self, size: RequestSize, doubt: int = 0) -> None:
         if size.total - doubt > self.max_context:
@@ -556,8 +563,20 @@ class Admission:
                 yield device, needed, available
 
     def _device_bytes(self, device: torch.device, growth: SlotForecast, tokens: int) -> int:
-        stored = pool_bytes(growth.added, self._slot_bytes_by_device()[device])
+        stored = self._pool_bytes(device, growth)
         return stored + self._running_state_bytes[device] + self._activation_bytes(tokens)
+
+    def _pool_bytes(self, device: torch.device, growth: SlotForecast) -> int:
+        """Return by how many bytes the pools on a device grow."""
+        return sum(pool_bytes(x.added, sizes) for x, sizes in self._by_window(device, growth))
+
+    def _by_window(
+        self, device: torch.device, growth: SlotForecast
+    ) -> Iterator[tuple[SlotForecast, dict[Bits, int]]]:
+        """Yield the forecast for the layers on a device with each size of window, and their
+        ``_slot_bytes``."""
+        for window, sizes in self._sums_by_window()[device].items():
+            yield growth if window is None else growth.in_window(window), sizes
 
     def _fitting(
         self,
@@ -597,39 +616,45 @@ class Admission:
 
     def _slot_bytes_by_device(self) -> dict[torch.device, dict[Bits, int]]:
         """Return device -> bits -> bytes of a slot, summed over the layers of the device."""
+        return {
+            device: {
+                bits: sum(sizes[bits] for sizes in by_window.values()) for bits in by_window[None]
+            }
+            for device, by_window in self._sums_by_window().items()
+        }
+
+    def _sums_by_window(self) -> _Sums:
+        """Return the bytes of a slot, summed over the layers of a device with the same window."""
         # Recomputed when layers have created their pools, or the model has moved.
         known_for, known = (len(self.store.layers), self.family.device), self._known
         if known is None or known[0] != known_for:
-            known = self._known = known_for, self._sums_by_device()
+            known = self._known = known_for, self._sums()
         return known[1]
 
-    def _sums_by_device(self) -> dict[torch.device, dict[Bits, int]]:
+    def _sums(self) -> _Sums:
         shape, states = ModelShape.of(self.model.config, 0), kinds_of_states(self.model.config)
         own = replace(shape, kv_heads=self._kv_shape.kv_heads)
         dtype = unpacked_dtype(self.store.policy, self._dtype)
         expected = own.slot_bytes(self.store.policy, dtype.itemsize)
-        by_device: dict[torch.device, dict[Bits, int]] = {}
+        by_device: _Sums = {}
         for index, device in self.family.layer_devices.items():
-            pools = self.store.layers.get(index)
-            sums = by_device.setdefault(device, dict.fromkeys(expected, 0))
+            pools, window = self.store.layers.get(index), self.store.windows.get(index)
+            by_window = by_device.setdefault(device, {None: dict.fromkeys(expected, 0)})
+            sums = by_window.setdefault(window, dict.fromkeys(expected, 0))
             for bits in () if index in states else sums:
                 sums[bits] += expected[bits] if pools is None else pools.by_bits[bits].bytes_each
         return by_device
 
     def _cache_bytes(self, cache: OscarCache) -> int:
-        sizes = self._slot_bytes()
-        counts = SlotSet.of(cache.kv_manager.streams()).counts
-        return cache.state_bytes + sum(count * sizes[bits] for bits, count in counts.items())
+        return cache.held_bytes
 
     def _free_bytes(self, device: torch.device) -> int:
         """Return the bytes of free slots on a device, which are used before pools grow."""
-        free = {bits: allocator.free for bits, allocator in self.store.allocators.items()}
-        return self.store.bytes_of(free, device)
+        return self.store.free_bytes(device)
 
     def _others_bytes(self, device: torch.device, cache: OscarCache | None) -> int:
         """Return the bytes of slots on a device that only other caches use."""
-        used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
+        used = self.store.used_bytes(device)
         if cache is not None:
-            for bits, count in SlotSet.of(cache.kv_manager.streams()).counts.items():
-                used[bits] -= count
-        return self.store.bytes_of(used, device)
+            used -= self.store.bytes_of_slots(SlotSet.of(cache.kv_manager.streams()), device)
+        return used

@@ -20,8 +20,9 @@ import torch
 from oscar_mm.cache.block_table import SlotSet
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.cache.placement import bytes_over_time, slot_forecast
+from oscar_mm.cache.placement import SlotForecast, bytes_over_time, slot_forecast
 from oscar_mm.cache.states import StateShape, held_bytes, layers_of_states
+from oscar_mm.cache.window_pages import windows_of
 from oscar_mm.engine.prefix_cache import PrefixCache
 from oscar_mm.errors import InputError, MemoryBusy
 from oscar_mm.modality import Modality
@@ -67,6 +68,7 @@ class ModelShape:
         parameters: number of parameters of the full model, including its encoder towers.
         stored_bytes: bytes of quantized weights; None in 16-bit precision.
         state_bytes: bytes of the states that the other layers keep of a conversation.
+        windows: sizes in tokens of the sliding windows of those layers that have one.
     """
 
     layers: int
@@ -75,6 +77,7 @@ class ModelShape:
     parameters: int
     stored_bytes: int | None = None
     state_bytes: int = 0
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Any, parameters: int, stored_bytes: int | None = None) -> ModelShape:
@@ -89,6 +92,7 @@ class ModelShape:
             parameters=parameters,
             stored_bytes=stored_bytes,
             state_bytes=states * StateShape.of(config, torch.bfloat16).bytes if known else 0,
+            windows=tuple(windows_of(config).values()),
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
@@ -125,8 +129,13 @@ class ModelShape:
         media = [(one, tokens.get(one.label, 0)) for one in Modality if one is not Modality.TEXT]
         order = [(Modality.TEXT, sinks), *media, (Modality.TEXT, text - sinks)]
         row = np.concatenate([np.full(count, int(one), np.int8) for one, count in order])
-        held = slot_forecast(policy, row, 0).held
-        pages = self.layers * int(bytes_over_time(held, self.slot_bytes(policy))[0])
+        forecast, sizes = slot_forecast(policy, row, 0), self.slot_bytes(policy)
+
+        def layer_bytes(found: SlotForecast) -> int:
+            return int(bytes_over_time(found.held, sizes)[0])
+
+        pages = (self.layers - len(self.windows)) * layer_bytes(forecast)
+        pages += sum(layer_bytes(forecast.in_window(window)) for window in self.windows)
         return pages + self.state_bytes
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
@@ -332,7 +341,7 @@ class KVBudget:
             slots = SlotSet.of(
                 stream for kv_manager in kv_managers for stream in kv_manager.streams()
             )
-            total += store.bytes_of(slots.counts - slots.shared(store.allocators))
+            total += store.bytes_of_slots(slots, own=True)
         return total
 
     def _refusal(self, used: int, needed: int) -> str:

@@ -646,6 +646,18 @@ class SequenceTable:
             size *= 8
 
 
+class PagePlaces(Protocol):
+    """Interface of ``oscar_mm.cache.window_pages.WindowPages``: which pages a layer stores."""
+
+    def __contains__(self, bits: object, /) -> bool:
+        """Return whether it stores only some of the slots of a kind."""
+        ...
+
+    def has(self, bits: Bits, page: int) -> bool:
+        """Return whether it stores a page."""
+        ...
+
+
 class SlotSet:
     """Set of the slots of several streams: pages by their bits, 16-bit slots under ``PLAIN``.
 
@@ -680,14 +692,32 @@ class SlotSet:
         """Bits -> number of slots."""
         return Counter({bits: len(names) for bits, names in self._names.items()})
 
-    def by_modality(self, bits: Bits) -> Counter[str]:
-        """Return modality ("text", "image", ...) -> number of slots of one kind."""
-        return Counter(self._modalities.get(bits, {}).values())
+    def count(self, bits: Bits, places: PagePlaces | None) -> int:
+        """Return the number of slots of one kind that a layer stores.
 
-    def shared(self, allocators: Mapping[Bits, SlotPool]) -> Counter[Bits]:
-        """Return bits -> number of slots that also have owners outside of this set."""
+        Args:
+            bits: kind of the slots.
+            places: places of the layer's pages; None if it stores all of them.
+        """
+        return self.by_modality(bits, places).total()
+
+    def by_modality(self, bits: Bits, places: PagePlaces | None = None) -> Counter[str]:
+        """Return modality ("text", "image", ...) -> number of slots of one kind; see ``count``."""
+        found = self._modalities.get(bits, {})
+        if places is None or bits not in places:
+            return Counter(found.values())
+        return Counter(label for page, label in found.items() if places.has(bits, page))
+
+    def shared(
+        self, allocators: Mapping[Bits, SlotPool], places: PagePlaces | None = None
+    ) -> Counter[Bits]:
+        """Return bits -> number of slots that also have owners outside of this set; see
+        ``count``."""
         found = Counter[Bits]()
         for bits, names in self._names.items():
             owners = allocators[bits].owners
-            found[bits] = sum(owners(slot) > count for slot, count in names.items())
+            several = [slot for slot, count in names.items() if owners(slot) > count]
+            if places is not None and bits in places:
+                several = [page for page in several if places.has(bits, page)]
+            found[bits] = len(several)
         return found

@@ -45,6 +45,10 @@ _CROP = (
     "crop to {:,} tokens: linear-attention layers have copies of their states only at the marked "
     "lengths ({}); call mark() at each length to which the cache may be cropped"
 )
+_LEFT = (
+    "crop to {:,} tokens: layers with sliding windows have only the windows of the marked lengths "
+    "({}); call mark() at each length to which the cache may be cropped"
+)
 _TWO_STATES = (
     "layer {} has attention and a linear-attention state, but an OscarCache stores only one of "
     "them per layer: use transformers' DynamicCache for this model"
@@ -122,8 +126,6 @@ class OscarCache(Cache):
     """Plan of the latest forward pass; None before the first."""
     sigmas: Mapping[int, torch.Tensor | None] | None
     """Balancing vectors by layer index, for layers that have no keys yet; None if unknown."""
-    marks: Marks
-    """Copies of the states of linear-attention layers, to which ``crop`` can return."""
     spares: dict[int, LinearLayer]
     """Spare linear-attention layers by layer index, see ``StateRow``."""
     to_spares: bool
@@ -150,7 +152,7 @@ class OscarCache(Cache):
         self.sigmas = None if model is None else balancing_of(model, self.policy)
         self._expected = PendingModalities()
         self._warned = False
-        self.marks, self.spares, self.to_spares = Marks(), {}, False
+        self.spares, self.to_spares = {}, False
         self.hidden = None
         self._idle: frozenset[int] = frozenset()
         """Rows without a new token in the current step."""
@@ -294,6 +296,16 @@ class OscarCache(Cache):
         return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, LinearLayer)}
 
     @property
+    def marks(self) -> Marks:
+        """Lengths to which ``crop`` can return, with copies of the states of linear-attention
+        layers."""
+        return self.kv_manager.marks
+
+    @marks.setter
+    def marks(self, marks: Marks) -> None:
+        self.kv_manager.marks = marks
+
+    @property
     def states(self) -> list[torch.Tensor]:
         """States of all linear-attention layers, with the copies that ``mark`` made and the spare
         layers."""
@@ -361,22 +373,28 @@ class OscarCache(Cache):
     def mark(self) -> None:
         """Keep a copy of the states of linear-attention layers, so that ``crop`` can return here.
 
-        Without such layers, this has no effect. Above ``MARK_BYTES``, the oldest copies are
+        Layers with sliding windows that store only what windows reach keep the window of this
+        length, as long as it is one of the latest marks. Without such layers, this has no effect.
+        Above ``MARK_BYTES``, the oldest copies are
         dropped; the latest one stays. Selecting or reordering rows drops all copies.
 
         Raises:
             RuntimeError: during a forward pass, or after an interrupted one.
         """
         self.check_complete()
-        if layers := self.linear_by_index:
+        layers = self.linear_by_index
+        if layers or self.store.window_pages:
             self.marks.keep(self.kv_manager.length, layers)
 
     def longest_crop(self, length: int) -> int:
         """Return the longest length, up to ``length``, to which ``crop`` can return; at least 0."""
         length = min(length, self.kv_manager.length)
-        if not self.linear_layers or length >= self.kv_manager.stored_length:
+        if length >= self.kv_manager.stored_length:
             return length
-        return max(end for end in (0, *self.marks.kept) if end <= length)
+        if not self.linear_layers and self.kv_manager.can_return(length):
+            return length
+        marked = [end for end in self.marks.kept if end <= length]
+        return max((end for end in marked if self.kv_manager.can_return(end)), default=0)
 
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Begin the next forward pass: plan what every layer does with the new tokens.
@@ -524,7 +542,7 @@ class OscarCache(Cache):
     @property
     def slot_bytes(self) -> int:
         """Bytes of the slots that the cache uses, without tables and free slots."""
-        return self.store.bytes_of(SlotSet.of(self.kv_manager.streams()).counts)
+        return self.store.bytes_of_slots(SlotSet.of(self.kv_manager.streams()))
 
     @property
     def held_bytes(self) -> int:
@@ -551,6 +569,7 @@ class OscarCache(Cache):
         """
         self.kv_manager.release_spare()
         self.spares.clear()
+        self.store.sweep()
         if self.store.is_on_cpu and self.kv_manager.holds_all(
             SlotSet.of(self.kv_manager.streams())
         ):
@@ -660,14 +679,19 @@ class OscarCache(Cache):
             )
         length = self.kv_manager.length + tokens_to_remove
         if length > 0 and self.longest_crop(length) != length:
-            marked = ", ".join(f"{one:,}" for one in self.marks.kept) or "none"
-            raise NotImplementedError(_CROP.format(length, marked))
+            marked = [one for one in self.marks.kept if self.longest_crop(one) == one]
+            shown = ", ".join(f"{one:,}" for one in marked) or "none"
+            raise NotImplementedError(
+                (_CROP if self.linear_layers else _LEFT).format(length, shown)
+            )
         changes = length < self.kv_manager.stored_length  # Padding changes no states.
         self.kv_manager.crop(-tokens_to_remove)
         if changes and (layers := self.linear_by_index):
             empty = {index: LinearLayer() for index in layers}
             for index, layer in (self.marks.back_to(length) if length else empty).items():
                 self.layers[index] = layer
+        elif changes and self.marks.kept:
+            self.marks = self.marks.up_to(length)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace each row i with row ``beam_idx[i]``; beams share the slots of their history."""

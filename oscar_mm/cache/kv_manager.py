@@ -37,6 +37,7 @@ from oscar_mm.cache.block_table import (
 )
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.placement import TokenPlacer, real_tokens
+from oscar_mm.cache.states import Marks
 from oscar_mm.cache.step_plan import SteadyStep, StepPlan, chained
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING, Modality
@@ -139,6 +140,7 @@ class KVCacheManager:
     Attributes:
         number: process-wide unique id of this KV cache manager.
         changes: counter of changes to the sequences; ``PageStore.trim`` has its own counter.
+        marks: lengths to which the sequences can be cropped, with copies of states.
     """
 
     def __init__(self, store: PageStore, *, owns_slots: bool = True) -> None:
@@ -147,6 +149,7 @@ class KVCacheManager:
         # garbage-collected.
         self.sequences: list[SequenceTable] = []
         self.number, self.changes = next(_NUMBERS), 0
+        self.marks = Marks()
         self._planned: list[_PlannedStep] = []
         """Steps planned ahead, each after the one before."""
         if owns_slots:
@@ -220,7 +223,7 @@ class KVCacheManager:
             # No row begins its steady steps here: single rows without graphs gain nothing.
             steady = self.store.steady.plan(self.sequences, modalities[:, 0].tolist(), begins=False)
         past = _PastRows.of(self.sequences, steady)
-        placer = TokenPlacer(self.policy, self.allocators)
+        placer = TokenPlacer(self.policy, self.allocators, self.store.window_pages)
         rows = list(zip(self.sequences, modalities, strict=True))
         for index in _others(self.sequences, steady):
             placer.place(index, *rows[index])
@@ -229,6 +232,10 @@ class KVCacheManager:
             self.store.steady.take(steady)
             step.add_steady(steady)
         step.past, step.modalities = past, modalities
+        if self.store.window_pages and (step.pack_jobs or step.copies):
+            several = not isinstance(modalities, np.ndarray) or modalities.shape[1] > 1
+            reached = (self.sequences, past) if several else ()
+            self.store.begin_pages(step, *reached)
         return step
 
     def planned(self, modalities: np.ndarray) -> StepPlan | None:
@@ -246,7 +253,7 @@ class KVCacheManager:
         ids = modalities[:, 0].tolist()
         steady = self.store.steady.plan(self.sequences, ids, begins=True)
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
-        placer = TokenPlacer(self.policy, free)
+        placer = TokenPlacer(self.policy, free, self.store.window_pages)
         rows = dict[int, _PlannedRow]()
         for index in _others(self.sequences, steady):
             table = self.sequences[index].before()
@@ -263,6 +270,7 @@ class KVCacheManager:
             step.add_steady(steady)
         if step.copies or not (step.writes is not None or step.pack_jobs):
             return None
+        self.store.begin_pages(step)
         self._planned = [_PlannedStep(step, self.version, modalities.copy(), rows)]
         return step
 
@@ -349,10 +357,11 @@ class KVCacheManager:
         modalities = np.full((1, 1), int(Modality.TEXT), np.int8)
         past, after = table.before(), table.before()
         after.keeps = table.keeps
-        placer = TokenPlacer(self.policy, free)
+        placer = TokenPlacer(self.policy, free, self.store.window_pages)
         row = _PlannedRow.of(placer, free, 0, after, int(Modality.TEXT))
         step = placer.finish(modalities)
         step.past = [past]
+        self.store.begin_pages(step)
         return after, _PlannedStep(step, version, modalities, {0: row})
 
     def _make_room(self, sequence: SequenceTable, count: int) -> None:
@@ -371,6 +380,12 @@ class KVCacheManager:
         return bool(self._planned) and self._planned[0].holds(
             self._planned[0].modalities, self, self.version
         )
+
+    def can_return(self, length: int) -> bool:
+        """Return whether layers with sliding windows have all pages that attention after the first
+        ``length`` tokens reads."""
+        pages = self.store.window_pages
+        return all(one.can_return(row, length) for one in pages for row in self.tables)
 
     def crop(self, count: int) -> None:
         """Remove the last ``count`` tokens of every row."""

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from oscar_mm.cache.block_table import ModalityTable, SequenceTable
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.cache.window_pages import WindowPages
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode_tables import upload
@@ -100,8 +101,20 @@ class TokenPlaces(NamedTuple):
     slots: torch.Tensor
 
     @classmethod
-    def of(cls, streams: Iterable[ModalityTable], device: torch.device) -> TokenPlaces:
-        """Return the pages and slots of these streams as tensors on the layers' device."""
+    def of(
+        cls,
+        streams: Iterable[ModalityTable],
+        device: torch.device,
+        places: WindowPages | None = None,
+    ) -> TokenPlaces:
+        """Return the pages and slots of these streams as tensors on the layers' device.
+
+        Args:
+            streams: the streams.
+            device: device of the layers.
+            places: where the layers store their pages; None if at the pages' ids. Tokens of pages
+                without a place are zeros.
+        """
         packed: dict[Bits, list[ModalityTable]] = {}
         slots: list[int] = []
         for stream in streams:
@@ -109,16 +122,20 @@ class TokenPlaces(NamedTuple):
                 packed.setdefault(stream.bits, []).append(stream)
             slots += stream.slots
         return cls(
-            {bits: [*_runs(found, device)] for bits, found in packed.items()},
+            {bits: [*_runs(found, device, places)] for bits, found in packed.items()},
             upload(np.array(slots, np.int64), device),
         )
 
 
-def _runs(streams: list[ModalityTable], device: torch.device) -> Iterator[Pages]:
+def _runs(
+    streams: list[ModalityTable], device: torch.device, window: WindowPages | None
+) -> Iterator[Pages]:
     slots, starts, stops = (
         np.array([x for stream in streams for x in getattr(stream, name)], np.int32)
         for name in ("pages", "starts", "stops")
     )
+    if window is not None:
+        slots = np.array(window.read(streams[0].bits, slots), np.int32)
     places, most = np.arange(PAGE_TOKENS), _run_length(device)
     for start in range(0, len(slots), most):
         run = slice(start, start + most)
@@ -193,7 +210,7 @@ class OscarLayer(CacheLayerMixin):
         """Use the pools of this layer in the cache's store, which are created if missing."""
         pools = self.cache.store.layer(self.index, kv_heads, head_dim, dtype, device)
         self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
-        self.recent, self.pages = pools.recent, pools.pages
+        self.recent, self.pages, self.places = pools.recent, pools.pages, pools.places
         self.formats, policy = pools.formats, self.cache.policy
         self.recipes = {
             bits: recipe_numbers(Recipe.of(page_format, policy))
@@ -253,6 +270,7 @@ class OscarLayer(CacheLayerMixin):
         """Copy the shared pages that a step fills."""
         for bits, source, target in step.copies:
             pages = self.pages[bits].storage
+            source, target = self.pool_indices(bits, (source, target))
             pages[target] = pages[source]
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan) -> None:
@@ -264,10 +282,12 @@ class OscarLayer(CacheLayerMixin):
             step: plan with the pack jobs.
         """
         if self._appends_tokens:
-            tables, write = step.slots_on(self.device), store
+            tables, write = step.slots_on(self.device, self.places), store
         else:
-            tables, write = step.whole_pages_on(self.device), pack_jobs
+            tables, write = step.whole_pages_on(self.device, self.places), pack_jobs
         for bits, of_bits in tables.items():
+            if not len(of_bits[0]):  # No window reaches the new pages.
+                continue
             write(
                 *(keys, values, self.recent.storage, *of_bits, self.pages[bits].storage),
                 *(self.overflow, self.sigma, self.recipes[bits]),
@@ -278,6 +298,13 @@ class OscarLayer(CacheLayerMixin):
         # Any values can stand in for the new tokens, which are not packed.
         some = self.recent.storage[:1, 0, :, None, :].expand(len(step.past), -1, -1, -1)
         self.pack(some, some, step)
+
+    def pool_indices(self, bits: Bits, slots: Sequence[int]) -> list[int]:
+        """Return where the pools of this layer have slots of a kind; see ``WindowPages.read`` for
+        pages that sliding windows no longer reach."""
+        if self.places is None or bits not in self.places:
+            return [*slots]
+        return self.places.read(bits, slots)
 
     def check_stored(self) -> None:
         """Check that no stored key or value was out of range; waits for the device.
@@ -350,7 +377,8 @@ class OscarLayer(CacheLayerMixin):
             target = both[:, row]
             for code, stream in sequence.streams.items():
                 places = torch.from_numpy(sequence.positions(code)).to(self.device)
-                for keys, values in self.parts(TokenPlaces.of([stream], self.device), dtype):
+                found = TokenPlaces.of([stream], self.device, self.places)
+                for keys, values in self.parts(found, dtype):
                     where, places = places.tensor_split([keys.shape[1]])
                     target[0][:, where], target[1][:, where] = keys, values
         return both[0], both[1]
@@ -386,9 +414,10 @@ def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
     """
     kinds = defaultdict[tuple[Any, ...], list[OscarLayer]](list)
     for layer in layers:
-        kinds[layer.device, layer.dtype, layer.kv_heads, layer.head_dim].append(layer)
-    for (device, *_), alike in kinds.items():
-        for bits, tables in step.slots_on(device).items():
+        shape = layer.dtype, layer.kv_heads, layer.head_dim
+        kinds[layer.device, layer.places, *shape].append(layer)
+    for (device, places, *_), alike in kinds.items():
+        for bits, tables in step.slots_on(device, places).items():
             store_layers(
                 *([layer.recent.storage for layer in alike], *tables),
                 *([layer.pages[bits].storage for layer in alike], [one.overflow for one in alike]),

@@ -207,13 +207,13 @@ def measure(
             the states after the next step.
     """
     kv_manager.store.collect()
+    kv_manager.store.sweep()
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     by_modality = {modality.label: 0 for modality in Modality} | {_SHARED: 0}
     tokens = {modality.label: 0 for modality in Modality}
     for stream in kv_manager.streams():
         tokens[stream.modality.label] += stream.tokens
     stored = SlotSet.of(kv_manager.streams())
-    shared = stored.shared(kv_manager.allocators)
     spare, alone = kv_manager.spare, kv_manager.holds_all(stored)
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
@@ -222,6 +222,7 @@ def measure(
         pools = kv_manager.store.layers[layer.index]
         before = sum(by_kind.values())
         _add_pools(pools, stored, spare, by_kind, by_modality, alone=alone)
+        shared = stored.shared(kv_manager.allocators, pools.places)
         shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
         own = layer.overflow.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
         by_kind["tables"] += own
@@ -269,7 +270,7 @@ def _add_pools(
     """
     for bits, pool in pools.by_bits.items():
         stored = 0
-        for label, count in slots.by_modality(bits).items():
+        for label, count in slots.by_modality(bits, pools.places).items():
             there = min(count, pool.capacity - stored)
             stored += there
             by_modality[label] += there * pool.slot_bytes

@@ -10,17 +10,20 @@ import math
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from oscar_mm.cache.block_table import SequenceTable, SlotPool, SlotSet
-from oscar_mm.cache.states import held_bytes
+from oscar_mm.cache.states import Marks, held_bytes
 from oscar_mm.cache.steady_rows import SteadyRows
+from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.cache.window_pages import ZEROS, WindowPages, begun, reach_of
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.modality import Modality
@@ -160,6 +163,8 @@ class LayerPools:
         pages: bits -> pages, (slots, page_bytes) uint8.
         by_bits: bits -> pool; ``PLAIN`` -> ``recent``.
         formats: bits -> layout of the pages, in ascending order of bits.
+        places: places of the pages in a layer with a sliding window; None if each page is at its
+            id.
     """
 
     def __init__(
@@ -169,7 +174,9 @@ class LayerPools:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        places: WindowPages | None = None,
     ) -> None:
+        self.places = places
         self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
         self.recent = Pool((2, kv_heads, head_dim), unpacked_dtype(policy, dtype), device)
         self.formats = {
@@ -184,7 +191,22 @@ class LayerPools:
     def reserve(self, allocators: Mapping[Bits, SlotPool]) -> None:
         """Grow the pools to the capacity of the slot allocators."""
         for bits, pool in self.by_bits.items():
-            pool.reserve(allocators[bits].capacity)
+            before, capacity = pool.capacity, self.capacity(bits, allocators)
+            pool.reserve(capacity)
+            if self.places is not None and bits in self.places and before <= ZEROS < capacity:
+                pool.storage[: ZEROS + 1] = 0
+
+    def capacity(self, bits: Bits, allocators: Mapping[Bits, SlotPool]) -> int:
+        """Return the number of slots of a kind that the layer must have."""
+        if self.places is not None and bits in self.places:
+            return self.places.capacity(bits)
+        return allocators[bits].capacity
+
+    def used(self, bits: Bits, allocators: Mapping[Bits, SlotPool]) -> int:
+        """Return the number of slots in use of a kind."""
+        if self.places is not None and bits in self.places:
+            return self.places.used(bits)
+        return allocators[bits].used
 
 
 @dataclass(frozen=True)
@@ -209,6 +231,9 @@ class StoreReport:
     def pool_bytes(self) -> int:
         """Total device memory of the pools."""
         return self.used_bytes + self.free_bytes + self.rounding_bytes
+
+
+_NO_MARKS = Marks()
 
 
 class StateHolder(Protocol):
@@ -243,6 +268,9 @@ class PageStore:
         allocators: page format, or ``PLAIN`` -> allocator of its slots, whose ids are the same in
             every layer.
         steady: rows whose decode steps are planned together.
+        windows: layer index -> size of its sliding window, if the layer stores only what it
+            reaches.
+        window_pages: places of the pages in these layers, one for each size.
         layers: layer index -> pools, created by the first cache that reaches the layer.
         trims: number of times that slots were renumbered.
         paused: number of forward passes suspended between two layers; slots keep their ids
@@ -256,7 +284,10 @@ class PageStore:
     ) -> None:
         self.policy = KVPolicy.of(policy)
         self.allocators = {bits: SlotPool() for bits in (*self.policy.packed_bits, PLAIN)}
-        self.steady = SteadyRows(self.policy, self.allocators)
+        self.window_pages: list[WindowPages] = []
+        self.steady = SteadyRows(self.policy, self.allocators, self.window_pages)
+        self.windows: dict[int, int] = {}
+        self._places: dict[int, WindowPages] = {}
         self.layers: dict[int, LayerPools] = {}
         self.ranks = TPGroup() if ranks is None else ranks
         self.trims, self._next_trim = 0, 0.0
@@ -272,6 +303,83 @@ class PageStore:
         self._with_states: weakref.WeakSet[StateHolder] = weakref.WeakSet()
         self._joining = threading.Lock()  # held briefly: a new cache need not wait for a pass
         self._dropped: deque[list[SequenceTable]] = deque()
+
+    def free_outside_windows(self, windows: Mapping[int, int]) -> None:
+        """Let layers with sliding windows store only the pages that windows reach.
+
+        Call this before the first tokens. Attention in these layers must not read tokens outside of
+        the windows.
+
+        Args:
+            windows: layer index -> size of its window in tokens, see ``windows_of``.
+        """
+        by_size = {size: WindowPages(size, self.allocators) for size in sorted({*windows.values()})}
+        self.windows = dict(windows)
+        self.window_pages += by_size.values()
+        self._places = {index: by_size[size] for index, size in windows.items()}
+
+    def begin_pages(
+        self,
+        step: StepPlan,
+        rows: Sequence[SequenceTable] | None = None,
+        past: Iterable[SequenceTable] = (),
+    ) -> None:
+        """Assign places to the pages that a step begins.
+
+        Args:
+            step: the step.
+            rows: the sequences after the step, if windows may not reach all new pages; ``past``
+                are the sequences before it.
+        """
+        pages: dict[Bits, list[int]] = {}
+        for bits, page in begun(step.pack_jobs, step.copies):
+            pages.setdefault(bits, []).append(page)
+        for places in self.window_pages if pages else ():
+            sweep = None if self.paused else partial(self._sweep, places, past)
+            reached = None
+            if rows is not None:
+                marks = {id(row): found for row, found in self._rows()}
+                reached = places.reached(
+                    reach_of(row, marks.get(id(row), ()), places.window) for row in rows
+                )
+            for bits, of_bits in pages.items():
+                wanted = None if reached is None else reached[bits]
+                places.begin(bits, of_bits, wanted, sweep)
+
+    def place_saved(
+        self,
+        ids: Mapping[Bits, list[int]],
+        saved: Mapping[int, Mapping[Bits, torch.Tensor]],
+    ) -> None:
+        """Assign places to saved pages; a page of zeros in all layers had none when it was saved.
+
+        Args:
+            ids: new ids of the slots by kind.
+            saved: layer index -> contents of the slots by kind.
+        """
+        for places in self.window_pages:
+            mine = [saved[index] for index in saved if self._places.get(index) is places]
+            for bits in [bits for bits in ids if bits in places and mine]:
+                stored = torch.stack([one[bits].any(1).cpu() for one in mine]).any(0).tolist()
+                kept = {page for page, any_ in zip(ids[bits], stored, strict=True) if any_}
+                places.begin(bits, ids[bits], kept, None)
+
+    def _sweep(self, places: WindowPages, past: Iterable[SequenceTable] = ()) -> None:
+        """Take the places of pages that no window of a sequence reaches."""
+        reaches = [reach_of(row.peek(), marks, places.window) for row, marks in self._rows()]
+        places.sweep([*reaches, *(reach_of(row, (), places.window) for row in past)])
+
+    def _rows(self) -> Iterator[tuple[SequenceTable, Iterable[int]]]:
+        """Yield all sequences and the lengths to which they may be cropped."""
+        for owner, rows in self._registered():
+            marks = getattr(owner, "marks", _NO_MARKS).kept
+            yield from ((row, marks) for row in rows)
+
+    def sweep(self) -> None:
+        """Free what layers with sliding windows store outside of the windows; this does nothing
+        while a pass is ``paused``."""
+        for places in () if self.paused else self.window_pages:
+            self._sweep(places)
 
     def register(self, owner: object, sequences: list[SequenceTable]) -> None:
         """Register an owner of sequences; their slots are released when it is garbage-collected.
@@ -314,7 +422,8 @@ class PageStore:
         wanted = (kv_heads, head_dim, dtype, device)
         pools = self.layers.get(index)
         if pools is None:
-            pools = self.layers[index] = LayerPools(self.policy, *wanted)
+            places = self._places.get(index)
+            pools = self.layers[index] = LayerPools(self.policy, *wanted, places)
             self._pools += pools.by_bits.values()
         there = (pools.kv_heads, pools.head_dim, pools.dtype, pools.device)
         if there != wanted:
@@ -334,6 +443,7 @@ class PageStore:
             for_graph: whether the pass is captured or replayed, see ``Pool.keep_address``.
         """
         slots = [allocator.capacity for allocator in self.allocators.values()]
+        slots += [x for places in self.window_pages for x in places.capacities]
         wanted = len(self._pools), self.trims, *slots
         if wanted != self._reserved:
             for pools in self.layers.values():
@@ -361,7 +471,8 @@ class PageStore:
             slots = self.allocators[bits]
             with suppress(torch.OutOfMemoryError):
                 for pools in self.layers.values():
-                    pools.by_bits[bits].reserve(slots.used + count)
+                    if pools.places is None or bits not in pools.places:
+                        pools.by_bits[bits].reserve(slots.used + count)
                 slots.make_free(count)
 
     def share(self, sequences: Iterable[SequenceTable]) -> None:
@@ -398,18 +509,23 @@ class PageStore:
             return
         owners = self._registered()  # Strong references, so that no owner is collected meanwhile.
         self.collect()
+        self.sweep()
         for bits, slots in self.allocators.items():
             if not slots.capacity:
                 self._release_addresses(bits)
-            if not slots.free:
+            placed = [places for places in self.window_pages if bits in places]
+            if not slots.free and not any(places.free(bits) for places in placed):
                 continue
             self.trims += 1
             for pools in self.layers.values():
                 # After an interrupted forward pass a pool may lack some slots.
-                pools.by_bits[bits].reserve(slots.capacity)
+                pools.reserve(self.allocators)
             kept = slots.compact()
+            kept_of: dict[WindowPages | None, list[int]] = {
+                places: places.compact(bits, kept) for places in placed
+            }
             for pools in self.layers.values():
-                pools.by_bits[bits].keep(kept)
+                pools.by_bits[bits].keep(kept_of.get(pools.places, kept))
             new_ids = {old: new for new, old in enumerate(kept)}
             for _, sequences in owners:
                 for sequence in sequences:
@@ -476,10 +592,38 @@ class PageStore:
         rows = (row.peek() for _, sequences in owners for row in sequences)
         held = SlotSet.of(stream for row in rows for stream in row.streams.values())
         found = {modality.label: 0 for modality in Modality}
-        for bits in self.allocators:
-            for label, count in held.by_modality(bits).items():
-                found[label] += self.bytes_of({bits: count})
+        for pools in list(self.layers.values()):
+            for bits, pool in pools.by_bits.items():
+                for label, count in held.by_modality(bits, pools.places).items():
+                    found[label] += count * pool.slot_bytes
         return found
+
+    def bytes_of_slots(
+        self, slots: SlotSet, device: torch.device | None = None, *, own: bool = False
+    ) -> int:
+        """Return the bytes that layers store in slots.
+
+        Args:
+            slots: the slots.
+            device: device of the layers; by default, all layers.
+            own: whether to leave out slots that also have owners outside of the set.
+        """
+        return sum(
+            (slots.count(bits, pools.places) - shared[bits]) * pool.slot_bytes
+            for pools in list(self.layers.values())
+            if device is None or pools.device == device
+            for shared in [slots.shared(self.allocators, pools.places) if own else Counter()]
+            for bits, pool in pools.by_bits.items()
+        )
+
+    def used_bytes(self, device: torch.device) -> int:
+        """Return the bytes of slots with an owner in the layers on a device."""
+        return sum(
+            pools.used(bits, self.allocators) * pool.slot_bytes
+            for pools in list(self.layers.values())
+            if pools.device == device
+            for bits, pool in pools.by_bits.items()
+        )
 
     def bytes_of(self, counts: Mapping[Bits, int], device: torch.device | None = None) -> int:
         """Return the bytes of ``counts[bits]`` slots of each kind, summed over all layers or over
@@ -492,13 +636,23 @@ class PageStore:
             for bits, count in counts.items()
         )
 
+    def free_bytes(self, device: torch.device) -> int:
+        """Return the bytes of slots without an owner in the layers on a device."""
+        return sum(
+            (pools.capacity(bits, self.allocators) - pools.used(bits, self.allocators))
+            * pool.slot_bytes
+            for pools in list(self.layers.values())
+            if pools.device == device
+            for bits, pool in pools.by_bits.items()
+        )
+
     def memory(self) -> StoreReport:
         """Return the bytes of pools and states; a shared slot or state is counted once."""
         self.collect()
         used = free = total = 0
         for pools in self.layers.values():
             for bits, pool in pools.by_bits.items():
-                slots = min(self.allocators[bits].used, pool.capacity)
+                slots = min(pools.used(bits, self.allocators), pool.capacity)
                 used += slots * pool.slot_bytes
                 free += pool.free_bytes(slots)
                 total += pool.device_bytes

@@ -198,7 +198,8 @@ class _ChunkAttention:
             first, second, *_ = *layer.formats, None, None
             workers = multiprocessors(layer.device)
             attention = AttentionShape(
-                (first, second), layer.kv_heads, columns, workers, self.window
+                *((first, second), layer.kv_heads, columns, workers),
+                *(self.window, layer.places),
             )
             return _Plan(
                 formats,
@@ -211,7 +212,7 @@ class _ChunkAttention:
 
         layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns, row)
         # The step keeps the lists, so that their ids differ.
-        return step.once((*layers_alike, self.window, id(self.inside)), make)
+        return step.once((*layers_alike, self.window, layer.places, id(self.inside)), make)
 
     def varlen(self) -> torch.Tensor:
         """Attend in varlen batches: consecutive rows share a launch."""
@@ -281,8 +282,8 @@ class _ChunkAttention:
         past = (self.step.past if self.inside is None else self.inside)[row]
         if self.window is not None:
             past = past.latest(self.window - 1)
-        make = partial(TokenPlaces.of, past.streams.values(), layer.device)
-        kind = "held", row, self.window, id(self.inside), layer.device
+        make = partial(TokenPlaces.of, past.streams.values(), layer.device, layer.places)
+        kind = "held", row, self.window, id(self.inside), layer.device, layer.places
         return layer.parts(self.step.once(kind, make), layer.dtype)
 
 

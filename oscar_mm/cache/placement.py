@@ -24,6 +24,7 @@ from oscar_mm.cache.block_table import (
     min_page_tokens,
 )
 from oscar_mm.cache.step_plan import PackJob, StepPlan
+from oscar_mm.cache.window_pages import WindowPages, room
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ops.store_torch import CENTER_TOKENS
 from oscar_mm.pages.codecs.registry import codec_of
@@ -90,12 +91,23 @@ def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
 class TokenPlacer:
     """Adds new tokens to sequences and plans what every layer does.
 
+    Args:
+        policy: how keys and values are stored.
+        allocators: allocators of the slots, by kind.
+        window_pages: see ``room``.
+
     Attributes:
         freed: row -> 16-bit slots that the row releases. They are released after the tokens of all
             rows have been placed, so that no row's slots depend on what another row packs.
     """
 
-    def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool | DryRunSlots]) -> None:
+    def __init__(
+        self,
+        policy: KVPolicy,
+        allocators: Mapping[Bits, SlotPool | DryRunSlots],
+        window_pages: Sequence[WindowPages] = (),
+    ) -> None:
+        self._window_pages, self._begun = window_pages, set[tuple[Bits, int]]()
         self._policy, self._allocators, self._recent = policy, allocators, allocators[PLAIN]
         self._appends_tokens = codec_of(policy).appends_tokens
         self._step = StepPlan()
@@ -229,7 +241,10 @@ class TokenPlacer:
 
     def _room(self, stream: ModalityTable) -> int:
         """Return the number of tokens that can be appended to a stream's last page."""
-        return stream.room if self._appends_tokens else 0
+        if not self._appends_tokens:
+            return 0
+        is_new = stream.pages and (stream.bits, stream.pages[-1]) in self._begun
+        return stream.room if is_new else room(stream, self._window_pages)
 
     def _write(self, row: int, stream: ModalityTable, new: Indices, slots: list[int]) -> None:
         """Add the writes of new tokens to 16-bit slots to the plan."""
@@ -264,6 +279,7 @@ class TokenPlacer:
         pages = [self._own_last_page(stream, slots)] if in_last else []
         for_prompt = len(new) > 1
         begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS), for_prompt=for_prompt)
+        self._begun.update((stream.bits, page) for page in begun)
         emptied, centers = stream.slots[:count], bool(policy.center and begun)
         old = np.array([~slot for slot in (stream.slots if centers else emptied)], np.int64)
         more = new if centers else new[: count - len(emptied)]
@@ -284,6 +300,7 @@ class TokenPlacer:
         if slots.is_shared(page) and slots.owners(page) > stream.pages.count(page):
             [own] = slots.allocate(1)
             self._step.copies.append((stream.bits, page, own))
+            self._begun.add((stream.bits, own))
             slots.release([page])
             stream.move_last_page(own)
         return stream.pages[-1]
@@ -341,6 +358,22 @@ class SlotForecast:
 
     held: dict[Bits, np.ndarray]
     added: dict[Bits, np.ndarray]
+
+    def in_window(self, window: int) -> SlotForecast:
+        """Return the forecast for layers with a sliding window that store only what it reaches.
+
+        This is a maximum: while a prompt is read in chunks, the windows at both ends of a chunk are
+        stored, and that of a mark.
+
+        Args:
+            window: size of the window in tokens.
+        """
+        most = 3 * -(-window // PAGE_TOKENS) + 2 * len(Modality)
+        held, added = (
+            {bits: np.minimum(x, most) if bits.packed else x for bits, x in counts.items()}
+            for counts in (self.held, self.added)
+        )
+        return SlotForecast(held, added)
 
     def until(self, answer: int) -> SlotForecast:
         """Return the forecast for up to ``answer`` tokens of the answer; for 0 or less, for the

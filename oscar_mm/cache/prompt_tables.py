@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.step_plan import AttentionShape, SlotTables, StepPlan, store_jobs
+from oscar_mm.cache.window_pages import WindowPages
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import Tables, laid_out, upload
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
@@ -85,8 +86,11 @@ class PromptTables:
         """Return the table of writes, see ``StepPlan.writes_on``."""
         return self._tables[0]
 
-    def slots(self, device: torch.device) -> dict[Bits, SlotTables]:
-        """Return the tables of ``StepPlan.slots_on``."""
+    def slots(
+        self, device: torch.device, places: WindowPages | None = None
+    ) -> dict[Bits, SlotTables]:
+        """Return the tables of ``StepPlan.slots_on``, without those for sliding windows."""
+        assert places is None, "prompts of models with sliding windows are not captured"
         pairs = self._tables[1::2], self._tables[2::2]
         return {
             bits: SlotTables(jobs, begins)

@@ -144,7 +144,7 @@ def cache_content(
             layers.append({"states": True})
             continue
         for bits, pool in layer.pages.items():
-            pages = pool.storage[slots[bits]].cpu()
+            pages = pool.storage[layer.pool_indices(bits, slots[bits])].cpu()
             # Unused positions were never written, or contain forgotten tokens.
             layer.formats[bits].clear_unused(pages, in_use[bits])
             tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
@@ -168,6 +168,8 @@ def cache_content(
     }
     if states:
         text["states"] = list(states)
+    elif cache.marks.kept:
+        text["windows"] = sorted(length for length in cache.marks.kept if length)
     try:
         dumped = json.dumps(text, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -208,6 +210,7 @@ class SavedCache:
         tensors: tensors of all layers, by name.
         shapes: shapes of the layers.
         lengths: lengths for which there are states, in ascending order.
+        windows: lengths at which sliding windows are kept, of a cache without states.
         given: the caller's metadata.
         fingerprint: fingerprint of the model that the file belongs to.
     """
@@ -217,6 +220,7 @@ class SavedCache:
     tensors: dict[str, torch.Tensor]
     shapes: list[Shape]
     lengths: list[int]
+    windows: list[int]
     given: dict[str, Any]
     fingerprint: str
 
@@ -272,6 +276,7 @@ class SavedCache:
             tensors={name: x for name, x in tensors.items() if name.startswith("layer.")},
             shapes=shapes,
             lengths=text.get("states", []),
+            windows=_lengths_of(text, "windows"),
             given=text["given"]
             | {name[6:]: x.clone() for name, x in tensors.items() if name.startswith("given.")},
             fingerprint=text["fingerprint"],
@@ -321,6 +326,8 @@ class SavedCache:
             layer.sigma = None if sigma is None else sigma.to(layer.device, copy=True)
         if self.lengths:
             cache.set_states(kept.pop(self.lengths[-1]), Marks(kept))
+        else:
+            cache.marks = Marks({length: {} for length in self.windows})
         fill(cache, self.tables, self._slots_of)
 
     def _slots_of(self, layer: OscarLayer) -> dict[Bits, torch.Tensor]:
@@ -533,10 +540,10 @@ def _with_keys(shapes: Sequence[Shape]) -> Iterator[tuple[int, LayerShape]]:
             yield index, shape
 
 
-def _lengths_of(text: dict[str, Any]) -> list[int]:
-    lengths = text.get("states", [])
-    if not isinstance(lengths, list) or not all(type(one) is int for one in lengths):
-        raise ValueError("the lengths of its states are not whole numbers")
+def _lengths_of(text: dict[str, Any], kind: str = "states") -> list[int]:
+    lengths = text.get(kind, [])
+    if not isinstance(lengths, list) or not all(type(one) is int and one > 0 for one in lengths):
+        raise ValueError(f"the lengths of its {kind} are not positive whole numbers")
     return lengths
 
 

@@ -13,6 +13,7 @@ from oscar_mm.cache.page_store import LayerShape
 from oscar_mm.cache.states import LinearLayer, Marks
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.cache.tables_file import SavedTables, renumbered
+from oscar_mm.cache.window_pages import ZEROS
 from oscar_mm.policy import PLAIN, Bits
 
 
@@ -33,7 +34,10 @@ class PackedLayer(NamedTuple):
     def of(cls, layer: OscarLayer, slots: dict[Bits, list[int]]) -> PackedLayer:
         """Copy the contents of these slots of a layer."""
         pools = {**layer.pages, PLAIN: layer.recent}
-        copied = {bits: pool.storage[slots[bits]] for bits, pool in pools.items()}
+        copied = {
+            bits: pool.storage[layer.pool_indices(bits, slots[bits])]
+            for bits, pool in pools.items()
+        }
         shape = LayerShape(layer.kv_heads, layer.head_dim, layer.dtype)
         return cls(shape, copied, layer.sigma)
 
@@ -106,11 +110,18 @@ def fill(
     cache.kv_manager.hold(tables.sequences(ids))
     for bits, slots in ids.items():
         cache.store.allocators[bits].release(slots)
-    cache.store.reserve()
     layers: Sequence[OscarLayer] = cache.packed_layers
+    found = {layer.index: slots_of(layer) for layer in layers}
+    cache.store.place_saved(ids, found)
+    cache.store.reserve()
     for layer in layers:
         pools = {**layer.pages, PLAIN: layer.recent}
-        for bits, saved in slots_of(layer).items():
-            pools[bits].storage[ids[bits]] = saved.to(layer.device)
+        for bits, saved in found[layer.index].items():
+            pool = pools[bits].storage
+            indices = torch.tensor(layer.pool_indices(bits, ids[bits]), dtype=torch.long)
+            if layer.places is not None and bits in layer.places:
+                stored = indices > ZEROS
+                indices, saved = indices[stored], saved[stored.to(saved.device)]
+            pool[indices.to(layer.device)] = saved.to(layer.device)
     if layers:
         cache.replayed(StepPlan())

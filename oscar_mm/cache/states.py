@@ -395,9 +395,13 @@ class Marks:
         while len(self.kept) > 1 and held_bytes(self.states) > MARK_BYTES:
             self.kept = {place: self.kept[place] for place in sorted(self.kept)[1:]}
 
+    def up_to(self, length: int) -> Marks:
+        """Return the marks up to a length."""
+        return Marks({place: layers for place, layers in self.kept.items() if place <= length})
+
     def back_to(self, length: int) -> dict[int, LinearLayer]:
         """Return the layers as they were at a marked length, and drop all later marks."""
-        self.kept = {place: layers for place, layers in self.kept.items() if place <= length}
+        self.kept = self.up_to(length).kept
         return {index: layer.fork() for index, layer in self.kept[length].items()}
 
     @property

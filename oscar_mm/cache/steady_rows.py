@@ -27,6 +27,7 @@ from oscar_mm.cache.block_table import (
 )
 from oscar_mm.cache.placement import MAX_SPARE, max_spare
 from oscar_mm.cache.step_plan import SteadyStep
+from oscar_mm.cache.window_pages import WindowPages, room
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import StoredTokens, grown
 from oscar_mm.pages.codecs.registry import codec_of
@@ -99,6 +100,7 @@ class SteadyRows:
     Args:
         policy: how keys and values are stored.
         allocators: slot pools of the store, by bits.
+        window_pages: see ``room``.
 
     Attributes:
         lock: held while steps are added or a table takes them.
@@ -106,8 +108,14 @@ class SteadyRows:
         free: indices without a row.
     """
 
-    def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool]) -> None:
+    def __init__(
+        self,
+        policy: KVPolicy,
+        allocators: Mapping[Bits, SlotPool],
+        window_pages: Sequence[WindowPages] = (),
+    ) -> None:
         self._policy, self._allocators = policy, allocators
+        self._window_pages = window_pages
         self._bits = policy.bits_for(Modality.TEXT)
         first, second, *_ = *policy.packed_bits, None, None
         self._formats = first, second
@@ -176,7 +184,7 @@ class SteadyRows:
         return min(len(spare), min_page_tokens(policy, self._bits) - waiting)
 
     def _room(self, stream: ModalityTable) -> int:
-        return stream.room if self._appends_tokens else 0
+        return room(stream, self._window_pages) if self._appends_tokens else 0
 
     def _place(self) -> int:
         """Return a free index; the arrays grow if there is none."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.block_table import DeferredSteps, SequenceTable, min_page_tokens
+from oscar_mm.cache.window_pages import DROPPED, WindowPages
 from oscar_mm.modality import PADDING, TwoWay, two_way_groups
 from oscar_mm.ops.decode_tables import (
     Entries,
@@ -131,6 +132,7 @@ class AttentionShape(NamedTuple):
         kv_heads, columns, workers: see ``oscar_mm.ops.decode_tables.arrays_of``.
         window: size of the layers' sliding window in tokens, the new one included; None if they
             attend to all tokens.
+        places: where the layers store their pages; None if at the pages' ids.
     """
 
     bits: tuple[Bits | None, Bits | None]
@@ -138,6 +140,7 @@ class AttentionShape(NamedTuple):
     columns: int
     workers: int
     window: int | None = None
+    places: WindowPages | None = None
 
     def over(
         self, past: Sequence[SequenceTable], steady: SteadyStep | None = None
@@ -158,6 +161,8 @@ class AttentionShape(NamedTuple):
         else:
             others = [self._entries(past[row]) for row in steady.others(len(past))]
             stored = StoredTokens.of(others).beside(steady.past, steady.rows)
+        if self.places is not None:
+            stored = stored._replace(items=self.places.items(stored.items, self.bits))
         return stored, self.kv_heads, self.columns, self.workers
 
     def _entries(self, row: SequenceTable) -> Entries:
@@ -283,7 +288,9 @@ class FixedTables(Protocol):
         """Return ``StepPlan.writes_on``; slot -1 marks unused entries."""
         ...
 
-    def slots(self, device: torch.device) -> dict[Bits, SlotTables]:
+    def slots(
+        self, device: torch.device, places: WindowPages | None = None
+    ) -> dict[Bits, SlotTables]:
         """Return ``StepPlan.slots_on``; a negative page marks unused entries."""
         ...
 
@@ -421,16 +428,27 @@ class StepPlan:
         last layer's writes, instead of by each layer."""
         return self.fixed is not None and self.fixed.packs_at_end
 
-    def whole_pages_on(self, device: torch.device) -> dict[Bits, WholePages]:
-        """Return bits -> tables of full pages to pack, uploaded once for all layers of a device."""
+    def whole_pages_on(
+        self, device: torch.device, places: WindowPages | None = None
+    ) -> dict[Bits, WholePages]:
+        """Return bits -> tables of full pages to pack, uploaded once for all layers of a device.
+
+        Args:
+            device: device of the layers.
+            places: see ``AttentionShape``; pages that no window reaches are left out.
+        """
 
         def tables(pack_jobs: list[PackJob]) -> WholePages:
             source = np.concatenate([one.whole_pages() for one in pack_jobs])
             rows = np.concatenate([np.full(len(one.pages), one.row) for one in pack_jobs])
             slots = np.concatenate([one.pages for one in pack_jobs])
-            return WholePages(*(upload(x.astype(np.int32), device) for x in (source, rows, slots)))
+            found = source, rows, slots
+            if places is not None:
+                slots = places.written(pack_jobs[0].bits, slots)
+                found = (x[slots != DROPPED] for x in (source, rows, slots))
+            return WholePages(*(upload(x.astype(np.int32), device) for x in found))
 
-        return self.once(("whole pages", device), lambda: self._by_bits(tables))
+        return self.once(("whole pages", device, places), lambda: self._by_bits(tables))
 
     def tables(self, attention: AttentionShape, device: torch.device) -> Tables:
         """Return the tables for attention over ``past``, on a device."""
@@ -438,17 +456,27 @@ class StepPlan:
             return self.fixed.tables(self, attention, device)
         return tables_of(*attention.over(self.past, self.steady), device)
 
-    def slots_on(self, device: torch.device) -> dict[Bits, SlotTables]:
-        """Return bits -> pack tables, uploaded once for all layers of a device."""
+    def slots_on(
+        self, device: torch.device, places: WindowPages | None = None
+    ) -> dict[Bits, SlotTables]:
+        """Return bits -> pack tables, uploaded once for all layers of a device.
+
+        Args:
+            device: device of the layers.
+            places: see ``AttentionShape``; pages that no window reaches are left out.
+        """
         if self.fixed is not None:
-            return self.fixed.slots(device)
+            return self.fixed.slots(device, places)
 
         def tables(pack_jobs: list[PackJob]) -> SlotTables:
-            jobs = store_jobs(pack_jobs)
+            bits, jobs = pack_jobs[0].bits, store_jobs(pack_jobs)
             begins = np.concatenate([one.beginnings() for one in pack_jobs])
+            if places is not None:
+                jobs, begins = places.jobs(bits, jobs), places.begins(bits, begins)
+                jobs, begins = (x[x[:, 0] != DROPPED] for x in (jobs, begins))
             return SlotTables(upload(jobs, device), upload(begins, device))
 
-        return self.once(("slots", device), lambda: self._by_bits(tables))
+        return self.once(("slots", device, places), lambda: self._by_bits(tables))
 
     def _by_bits(self, tables: Callable[[list[PackJob]], Any]) -> dict[Bits, Any]:
         jobs = self.all_jobs
@@ -540,6 +568,7 @@ class GraphTables:
     Args:
         rows: number of rows in the batch.
         policy: policy of the cache.
+        places: where layers with sliding windows store their pages.
 
     Attributes:
         version: counter that increases when a tensor is replaced; a graph that was captured before
@@ -549,8 +578,9 @@ class GraphTables:
             the end of the step; false without a window.
     """
 
-    def __init__(self, rows: int, policy: KVPolicy) -> None:
+    def __init__(self, rows: int, policy: KVPolicy, places: Sequence[WindowPages] = ()) -> None:
         self.rows, self.version, self._policy = rows, 0, policy
+        self._places = places
         self.packs_whole_pages = not codec_of(policy).appends_tokens
         self.packs_at_end = policy.window > 0 and not self.packs_whole_pages
         # Table lines per row: as many as the tokens that begin a page have tiles.
@@ -613,8 +643,11 @@ class GraphTables:
                     if (slot := written.get(pack_job.row)) is not None:
                         pack_job = pack_job.after_write(slot)
                     begins[pack_job.row * of_row] = pack_job.beginnings()
-            tables[f"{bits} jobs"] = jobs
-            tables[f"{bits} begins"] = begins[: lines * self._policy.center]
+            begins = begins[: lines * self._policy.center]
+            tables |= {_name(bits, "jobs"): jobs, _name(bits, "begins"): begins}
+            for places in self._places:
+                tables[_name(bits, "jobs", places)] = places.jobs(bits, jobs)
+                tables[_name(bits, "begins", places)] = places.begins(bits, begins)
         return tables
 
     def staged(self, step: StepPlan) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -665,12 +698,14 @@ class GraphTables:
         rows without a new token."""
         return self._upload(_WRITES, device)
 
-    def slots(self, device: torch.device) -> dict[Bits, SlotTables]:
+    def slots(
+        self, device: torch.device, places: WindowPages | None = None
+    ) -> dict[Bits, SlotTables]:
         """Return the tables of ``StepPlan.slots_on`` with a fixed number of entries per row; page
         -1 marks unused entries."""
         return {
             bits: SlotTables(
-                *(self._upload(f"{bits} {kind}", device) for kind in ("jobs", "begins"))
+                *(self._upload(_name(bits, kind, places), device) for kind in ("jobs", "begins"))
             )
             for bits in self._policy.packed_bits
         }
@@ -684,6 +719,11 @@ class GraphTables:
             views = {kind: part.view(array.shape) for (kind, array), part in parts}
             self._on_device[device] = whole, views
         return self._on_device[device][1][key]
+
+
+def _name(bits: Bits, kind: str, places: WindowPages | None = None) -> str:
+    """Return the name of a table of ``GraphTables`` for layers that store pages at these places."""
+    return f"{bits} {kind}" if places is None else f"{bits} {kind} in {places.window}"
 
 
 def _write(target: torch.Tensor, table: np.ndarray) -> None:

@@ -29,8 +29,13 @@ Result = TypeVar("Result")
 _GLANCE_S = 0.05
 """Maximum seconds that ``repr`` waits for the engine."""
 _TOO_EARLY = (
-    "undo: the states of linear attention from before this turn are not kept any more (a chat "
-    f"keeps the latest {format_bytes(MARK_BYTES)} of them): start a new chat"
+    "undo: what layers with linear attention or sliding windows stored before this turn is not "
+    f"kept any more (a chat keeps the latest {format_bytes(MARK_BYTES)} of states, and the windows "
+    "of the latest turns): start a new chat"
+)
+_CANNOT_SHORTEN = (
+    "shorten_answer: this model keeps states, which cannot be cut, or its sliding windows before "
+    "the removed tokens are not kept any more"
 )
 
 
@@ -369,8 +374,9 @@ class Chat(TurnRunner):
                     "that can be removed"
                 )
             removed = max(0, count - len(now.pending))
-            if now.cache.linear_layers and removed:
-                raise InputError("shorten_answer: this model keeps states, which cannot be cut")
+            kept = now.cache.get_seq_length() - removed
+            if removed and now.cache.longest_crop(kept) != kept:
+                raise InputError(_CANNOT_SHORTEN)
             ids = [*now.token_ids[0, now.tokens - (tokens - len(now.pending)) :], *now.pending]
             tokenizer = self.pipe.family.processor.tokenizer
             text = tokenizer.decode(ids[: tokens - count], skip_special_tokens=True)

@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.cache.paged_attention import TWO_WAY
 from oscar_mm.cache.states import layers_of_states
+from oscar_mm.cache.window_pages import windows_of
 from oscar_mm.engine.chat_format import ANSWER, QUESTION, ChatFormat
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.message import Message
@@ -173,6 +174,11 @@ class Family(ChatFormat, ABC):
     def keeps_states(self) -> bool:
         """Whether layers with linear attention keep states instead of keys and values."""
         return bool(layers_of_states(self.model.config))
+
+    @cached_property
+    def windows(self) -> dict[int, int]:
+        """Layer index -> size of its sliding window in tokens, for layers that have one."""
+        return windows_of(self.model.config)
 
     @cached_property
     def shares_passes(self) -> bool:
@@ -350,13 +356,14 @@ class Family(ChatFormat, ABC):
         )
 
     def marked(self, prompt: Prompt, marks: Iterable[int]) -> Prompt:
-        """Return a single-row prompt with further ``Prompt.marks``, if the model keeps states.
+        """Return a single-row prompt with further ``Prompt.marks``, if the model keeps states or
+        has sliding windows.
 
         Args:
             prompt: the prompt.
             marks: numbers of its tokens; 0 is ignored.
         """
-        if not self.keeps_states:
+        if not (self.keeps_states or self.windows):
             return prompt
         places = {*prompt.marks, *(mark for mark in marks if mark > 0)}
         return replace(prompt, marks=tuple(sorted(places)))

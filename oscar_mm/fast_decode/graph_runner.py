@@ -51,7 +51,8 @@ class GraphInputs:
     """
 
     def __init__(self, cache: OscarCache, rows: int) -> None:
-        self._cache, self._tables = cache, GraphTables(rows, cache.policy)
+        self._cache = cache
+        self._tables = GraphTables(rows, cache.policy, cache.store.window_pages)
 
     @property
     def is_ready(self) -> bool:
