@@ -38,7 +38,7 @@ WARM_UP = 0.25
 """Share of a run that precedes the steady-state window."""
 _VARIANTS = 12
 """Number of different prompts of each kind."""
-SHARE = 0.9
+SHARE = 0.95
 """Minimum tokens per second that clients should receive, relative to the engine alone."""
 _WORDS = 20
 """Default number of words in a text."""
