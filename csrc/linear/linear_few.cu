@@ -8,7 +8,9 @@
 // `columns`, ..., so that its part of x stays in registers. It multiplies all boxes of a span; if
 // there are fewer spans than warps, several teams of warps share the boxes. `depth` boxes of each
 // warp are in flight, with their scales and zero points. Products are those of pieces.cuh, whose
-// operand for x has columns for four rows of it. The sums of all warps are added at the end.
+// operand for x has columns for four rows of it. With INT4, all warps together convert x before
+// that, to shared memory; with FP8, each warp converts its own part. The sums of all warps are added
+// at the end.
 //
 // Rounding is the same as in separate operations, as in linear.cu.
 //
@@ -54,6 +56,31 @@ struct Box {
   int matrix, row;
 };
 
+#if WEIGHT_BITS == 4
+// A piece of x as factors: the eight lanes of each row have its elements, in the order of weights.
+// The other numbers are those of this lane's products: of row lane % 4, and the half of the lanes'
+// piece of weights.
+struct Factors {
+  uint4 chunks[LOADS][CHUNKS];
+  float undo[LOADS];    // by which products must be multiplied
+  float totals[LOADS];  // sums of the factors
+
+  // pieces: of a row of x.
+  __device__ __forceinline__ void load(const Blocks& x, int pieces, int piece, int lane) {
+    const int own = min(lane / 8, ROWS - 1) * pieces + piece;
+    const int of_products = min(lane % 4, ROWS - 1) * pieces + piece;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j) chunks[i][j] = x.load(own, i, j, lane);
+      const int column = Piece::column(i, lane);
+      const BlockOfX& other = x.others[of_products * 2 + column / BLOCK];
+      undo[i] = other.undo;
+      totals[i] = other.totals[column % BLOCK / GROUP_COLUMNS];
+    }
+  }
+};
+#else
 // This lane's elements of a piece of a row, of which eight lanes have one.
 struct Elements {
   uint4 chunks[LOADS][CHUNKS];
@@ -103,7 +130,6 @@ struct Elements {
 struct Factors {
   uint4 chunks[LOADS][CHUNKS];
   float undo[LOADS];    // by which products must be multiplied
-  float totals[LOADS];  // INT4: sums of the factors
 
   __device__ __forceinline__ void convert(const Elements& x, int lane) {
     const int owner = lane % 4 * 8 + lane / 4 % 2 * 4;
@@ -117,29 +143,17 @@ struct Factors {
         largest = Conversion::larger(largest, Conversion::larger(four.z, four.w));
       }
       const Conversion conversion = Conversion::of<4>(largest);
-      float total = 0.0f;
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j) {
         const uint4& four = x.chunks[i][j];
         chunks[i][j] = {conversion.factors(four.x, false), conversion.factors(four.y, true),
                         conversion.factors(four.z, false), conversion.factors(four.w, true)};
-        total += total_of(chunks[i][j]);
       }
       undo[i] = __shfl_sync(~0u, conversion.undo(), owner);
-#if WEIGHT_BITS == 4
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      totals[i] = __shfl_sync(~0u, total, owner);
-#endif
     }
   }
-
-  __device__ __forceinline__ static float total_of(const uint4& chunk) {
-    const float2 a = unpacked(chunk.x, __half()), b = unpacked(chunk.y, __half());
-    const float2 c = unpacked(chunk.z, __half()), d = unpacked(chunk.w, __half());
-    return a.x + a.y + c.x + c.y + 16.0f * (b.x + b.y + d.x + d.y);
-  }
 };
+#endif
 
 template <int BYTES>
 __device__ __forceinline__ void copy_row(uint32_t target, const void* from) {
@@ -168,12 +182,14 @@ __device__ __forceinline__ void request_scales(const Matrices& matrices, const B
   copy_row<BYTES>(stage + SCALES_AT + lane * BYTES, matrices.scales[box.matrix] + first);
 }
 
+#if WEIGHT_BITS == 8
 // Bring a span of the norm's weight to L1; called by all lanes of a warp.
 __device__ __forceinline__ void bring_to_l1(const ELEMENT* from, int lane) {
   if (lane * 64 >= SPAN * PIECE) return;
   uint32_t unused;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(unused) : "l"(from + lane * 64));
 }
+#endif
 
 // Make a barrier complete only after this thread's copies of scales, too.
 __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
@@ -255,6 +271,68 @@ __device__ __forceinline__ void multiply(float (&found)[2], uint32_t stage, int 
   }
 }
 
+#if WEIGHT_BITS == 4
+// Blocks of x, of which each lane has four elements: `block` and every further warps-th one.
+struct PartOfX {
+  static constexpr int COUNT = 4;
+  uint2 x[COUNT], norm[COUNT];
+
+  template <typename Use>
+  __device__ __forceinline__ static void for_each(const Params& params, int block, Use use) {
+    const int warps = blockDim.x / 32, all = ROWS * (params.matrices.width / BLOCK);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (block + i * warps < all) use(i, block + i * warps);
+  }
+
+  __device__ __forceinline__ void load(const Params& params, int block, int lane) {
+    for_each(params, block, [&](int i, int each) { x[i] = four_of(params.x, each, lane); });
+  }
+
+  __device__ __forceinline__ void load_norm(const Params& params, int block, int lane) {
+    const uint2* const from = reinterpret_cast<const uint2*>(params.norm) + lane;
+    const int of_row = params.matrices.width / BLOCK;
+    for_each(params, block, [&](int i, int each) { norm[i] = __ldg(from + each % of_row * 32); });
+  }
+};
+
+// Normalize x and convert it to factors; called by all threads, with the first part of each warp.
+__device__ __forceinline__ void convert_x(const Params& params, PartOfX& part, const Blocks& blocks,
+                                          float* squares, int warp, int lane) {
+  const int of_row = params.matrices.width / BLOCK, all = ROWS * of_row;
+  const int step = PartOfX::COUNT * (blockDim.x / 32);
+  const bool has_norm = params.norm != nullptr;
+  if (has_norm) {
+#pragma unroll 1
+    for (int block = warp; block < all; block += step) {
+      if (block != warp) part.load(params, block, lane);
+      part.for_each(params, block, [&](int i, int each) {
+        const float sum = warp_sum(squared(part.x[i].x) + squared(part.x[i].y));
+        if (lane == 0) squares[each] = sum;
+      });
+    }
+    __syncthreads();
+    if (warp + step < all) part.load(params, warp, lane);
+  }
+#pragma unroll 1
+  for (int block = warp; block < all; block += step) {
+    if (block != warp) part.load(params, block, lane);
+    if (block != warp && has_norm) part.load_norm(params, block, lane);
+    part.for_each(params, block, [&](int i, int each) {
+      uint2 four = part.x[i];
+      if (has_norm) {
+        float sum = 0.0f;
+        for (int j = lane; j < of_row; j += 32) sum += squares[each / of_row * of_row + j];
+        const float scale = rsqrtf(warp_sum(sum) / params.matrices.width + params.epsilon);
+        four = {normed(four.x, part.norm[i].x, scale), normed(four.y, part.norm[i].y, scale)};
+      }
+      blocks.store(each, four, lane);
+    });
+  }
+  __syncthreads();
+}
+#endif
+
 // Add the sums of both halves of the columns: of this lane's first row in left halves, and of its
 // second row in right halves.
 __device__ __forceinline__ float of_halves(const float (&found)[2], int lane) {
@@ -290,7 +368,6 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
     linear_few(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ uint64_t full[MOST_WARPS][MAX_DEPTH];
-  __shared__ float squares[MOST_WARPS][ROWS];
   const Matrices& matrices = params.matrices;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int columns = params.columns, teams = warps / columns;
@@ -302,6 +379,15 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
   const uint32_t ring = shared_address(memory) + warp * depth * STAGE;
   float* const sums = reinterpret_cast<float*>(memory + warps * depth * STAGE);
   Box* const boxes = reinterpret_cast<Box*>(sums + columns * count * GRAIN * ROWS);
+#if WEIGHT_BITS == 4
+  const int x_blocks = width / BLOCK;  // of a row
+  uint8_t* const of_x = reinterpret_cast<uint8_t*>(boxes + count + count % 2);
+  const Blocks blocks{reinterpret_cast<uint2*>(of_x),
+                      reinterpret_cast<BlockOfX*>(of_x + ROWS * width * 2)};
+  float* const squares = reinterpret_cast<float*>(blocks.others + ROWS * x_blocks);
+#else
+  __shared__ float squares[MOST_WARPS][ROWS];
+#endif
 
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     const Grain grain(matrices, first + i / SIDES);
@@ -339,17 +425,28 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
   }
   let_next_begin();
 
-  const int x_row = min(lane / 8, ROWS - 1), outputs = (last - first) * GRAIN;
+  const int outputs = (last - first) * GRAIN;
+#if WEIGHT_BITS == 4
+  PartOfX part;
+  if (params.norm != nullptr) part.load_norm(params, warp, lane);
+  wait_for_previous();
+  part.load(params, warp, lane);
+#else
+  const int x_row = min(lane / 8, ROWS - 1);
   const ELEMENT* const row = params.x + x_row * width;
   if (params.norm != nullptr) bring_to_l1(params.norm + column * SPAN * PIECE, lane);
   wait_for_previous();
   Elements x[SPAN];
 #pragma unroll
   for (int p = 0; p < SPAN; ++p) x[p].load(row, column * SPAN + p, lane);
+#endif
 #pragma unroll 1
   for (int slot = before_x; slot < depth; ++slot) request(slot);
   // Requested now, needed at the end.
   float2 addends = Output(matrices, threadIdx.x / LANES, first, outputs).addends(matrices);
+#if WEIGHT_BITS == 4
+  convert_x(params, part, blocks, squares, warp, lane);
+#else
   float scale = 1.0f;
   if (params.norm != nullptr) {
     float sum = 0.0f;
@@ -371,6 +468,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
     for (int other = 0; other < columns; ++other) sum += squares[other][x_row];
     scale = rsqrtf(sum / width + params.epsilon);
   }
+#endif
 
   int slot = 0;
   uint32_t parity = 0;
@@ -379,12 +477,16 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
     Factors factors[SPAN];
 #pragma unroll
     for (int p = 0; p < SPAN; ++p) {
+#if WEIGHT_BITS == 4
+      factors[p].load(blocks, width / PIECE, span * SPAN + p, lane);
+#else
       if (params.norm != nullptr) {
         Elements by;
         by.load<true>(params.norm, span * SPAN + p, lane);
         x[p].normalize(by, scale);
       }
       factors[p].convert(x[p], lane);
+#endif
     }
 #pragma unroll 1
     for (int box = team; box < count; box += teams) {
@@ -409,8 +511,10 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
     }
     span += columns;
     if (span >= spans) break;
+#if WEIGHT_BITS == 8
 #pragma unroll
     for (int p = 0; p < SPAN; ++p) x[p].load(row, span * SPAN + p, lane);
+#endif
   }
   __syncthreads();
 

@@ -41,8 +41,10 @@ MAX_DEPTH = 16
 """Maximum boxes of a warp in flight."""
 GRAIN = 16
 """Rows of a box of weights."""
+_BLOCK = 128
+"""Elements of x that are converted together; ``BLOCK`` of csrc/common/pieces.cuh."""
 _RESERVED = 3072
-"""Bytes of shared memory of a thread block besides boxes and sums: barriers, squares, and the
+"""Bytes of shared memory of a thread block besides boxes, sums and x: barriers, squares, and the
 system's."""
 
 
@@ -63,7 +65,7 @@ def most_warps_for(shared_bytes: int) -> int:
     """Return the maximum warps of a thread block, given its maximum shared memory.
 
     There is one thread block on a multiprocessor. With two of 8 warps, chains of INT4 products take
-    less time, but decode steps take more.
+    less time, but decode steps take more (docs/attempts.md).
     """
     return 16 if shared_bytes >= 200 << 10 else 8  # More warps would have too few boxes each.
 
@@ -111,6 +113,14 @@ class FewSpecialization(NamedTuple):
         each = (5 if wide else 3) if bits == 4 else 4
         return -(-GRAIN * (BOX_ROW + self.span // group * each) // 128) * 128
 
+    def x_bytes(self, width: int) -> int:
+        """Return the bytes of x in shared memory, which INT4 needs: factors, and for each block of
+        them the sum of squares and what products need besides."""
+        bits, _, group = self.weights
+        if bits != 4:
+            return 0
+        return self.rows * (width * 2 + width // _BLOCK * 4 * (2 + _BLOCK // group)) + 8
+
     def launch(
         self, grains: int, width: int, blocks: int, most_warps: int, limit: int
     ) -> FewLaunch:
@@ -121,7 +131,7 @@ class FewSpecialization(NamedTuple):
             width: columns of the weights.
             blocks: maximum number of thread blocks.
             most_warps: maximum warps of a thread block.
-            limit: bytes of shared memory of a thread block for boxes and sums.
+            limit: bytes of shared memory of a thread block for boxes, sums and x.
 
         Returns:
             The partition; its depth is below 2 if the shared memory is too small.
@@ -130,10 +140,12 @@ class FewSpecialization(NamedTuple):
         columns = -(-spans // -(-spans // most_warps))
         boxes = -(-grains // blocks) * (2 if self.gated else 1)
         teams = min(most_warps // columns, boxes)
-        sums = boxes * (columns * GRAIN * self.rows * 4 + 8)
+        rest = boxes * (columns * GRAIN * self.rows * 4 + 8) + self.x_bytes(width)
         stage = columns * teams * self.stage_bytes
-        depth = min(MAX_DEPTH, max(limit - sums, 0) // stage)
-        return FewLaunch(min(blocks, grains), columns, teams, depth, depth * stage + sums)
+        depth = min(MAX_DEPTH, max(limit - rest, 0) // stage)
+        if depth < 2 and most_warps > 4:  # There is room for boxes of fewer warps.
+            return self.launch(grains, width, blocks, most_warps // 2, limit)
+        return FewLaunch(min(blocks, grains), columns, teams, depth, depth * stage + rest)
 
 
 class LinearFewKernel(
