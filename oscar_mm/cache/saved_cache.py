@@ -40,6 +40,7 @@ from oscar_mm.cache.page_store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.cache.snapshot import fill
 from oscar_mm.cache.states import LinearLayer, Marks, StateShape
 from oscar_mm.cache.tables_file import SavedTables, renumbered
+from oscar_mm.cache.window_pages import ZEROS
 from oscar_mm.errors import InputError
 from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PageFormat, all_finite
@@ -134,7 +135,7 @@ def cache_content(
             tensors[f"given.{name}"] = value.detach().cpu().contiguous().clone()
         else:
             plain[name] = value
-    layers, in_use = list[dict[str, Any]](), tables.places_in_use()
+    layers, in_use, lacks_pages = list[dict[str, Any]](), tables.places_in_use(), False
     states = _states_of(cache)
     # A cache without tokens is saved without the layers of states, as one that never had tokens.
     for index, layer in enumerate(cache.layers if states or not cache.linear_layers else ()):
@@ -144,7 +145,9 @@ def cache_content(
             layers.append({"states": True})
             continue
         for bits, pool in layer.pages.items():
-            pages = pool.storage[layer.pool_indices(bits, slots[bits])].cpu()
+            indices = layer.pool_indices(bits, slots[bits])
+            lacks_pages |= layer.places is not None and ZEROS in indices
+            pages = pool.storage[indices].cpu()
             # Unused positions were never written, or contain forgotten tokens.
             layer.formats[bits].clear_unused(pages, in_use[bits])
             tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
@@ -170,6 +173,8 @@ def cache_content(
         text["states"] = list(states)
     elif cache.marks.kept:
         text["windows"] = sorted(length for length in cache.marks.kept if length)
+    if lacks_pages:
+        text["lacks_pages"] = True
     try:
         dumped = json.dumps(text, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -211,6 +216,7 @@ class SavedCache:
         shapes: shapes of the layers.
         lengths: lengths for which there are states, in ascending order.
         windows: lengths at which sliding windows are kept, of a cache without states.
+        lacks_pages: whether layers with sliding windows had freed pages of the cache.
         given: the caller's metadata.
         fingerprint: fingerprint of the model that the file belongs to.
     """
@@ -221,6 +227,7 @@ class SavedCache:
     shapes: list[Shape]
     lengths: list[int]
     windows: list[int]
+    lacks_pages: bool
     given: dict[str, Any]
     fingerprint: str
 
@@ -269,6 +276,11 @@ class SavedCache:
             tables = SavedTables.of(tensors, found)
             _check_content(tensors, found, tables, shapes)
             _check_lengths(text.get("states", []), tables, shapes)
+            windows = _lengths_of(text, "windows")
+            if windows != sorted(set(windows)) or windows[-1:] > [tables.codes.shape[1]]:
+                raise ValueError("the lengths of its windows do not match its tokens")
+            if not isinstance(lacks_pages := text.get("lacks_pages", False), bool):
+                raise ValueError("lacks_pages is neither true nor false")
             _check_balancing(tensors, found, tables, text["layers"])
         return cls(
             policy=found,
@@ -276,7 +288,8 @@ class SavedCache:
             tensors={name: x for name, x in tensors.items() if name.startswith("layer.")},
             shapes=shapes,
             lengths=text.get("states", []),
-            windows=_lengths_of(text, "windows"),
+            windows=windows,
+            lacks_pages=lacks_pages,
             given=text["given"]
             | {name[6:]: x.clone() for name, x in tensors.items() if name.startswith("given.")},
             fingerprint=text["fingerprint"],
@@ -298,8 +311,14 @@ class SavedCache:
                 index to device if there are several devices.
 
         Raises:
-            InputError: if the store is for another model or policy.
+            InputError: if the store is for another model or policy, or keeps pages that this cache
+                lacks.
         """
+        if self.lacks_pages and (store is None or not store.windows):
+            raise InputError(
+                "the saved cache lacks pages that sliding windows had left, and here all pages are "
+                "kept, since prompts may share a prefix: load it without a prefix cache"
+            )
         cache = OscarCache(self.policy, store=store)
         try:
             self._fill(cache, device)

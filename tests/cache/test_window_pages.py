@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from oscar_mm import KVPolicy, OscarCache, OscarVLPipeline
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import as_argument
+from oscar_mm.cache.checked_file import read_checked, write_checked
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.saved_cache import load_cache, save_cache
 from oscar_mm.cache.window_pages import ZEROS, windows_of
@@ -222,6 +224,42 @@ def test_copies_continue_alike(model: Any, way: str, tmp_path: Path) -> None:
         store.trim()
         assert store.memory().free_bytes == 0
     assert torch.equal(read(model, cache, tokens(200, 3), 50), expected)
+
+
+def test_a_file_without_all_pages_needs_a_store_with_windows(model: Any, tmp_path: Path) -> None:
+    """A store that keeps all pages could return to any length, and would read zeros there."""
+    frees, keeps = (store_for(model, POLICIES["stream"], frees=x) for x in (True, False))
+    cache = OscarCache(frees.policy, model=model, store=frees)
+    read(model, cache, tokens(30))
+    save_cache(cache, tmp_path / "short", fingerprint="x")
+    load_cache(tmp_path / "short", fingerprint="x", store=keeps)
+    read(model, cache, tokens(600))
+    save_cache(cache, tmp_path / "long", fingerprint="x")
+    with pytest.raises(InputError, match=r"lacks pages .* without a prefix cache"):
+        load_cache(tmp_path / "long", fingerprint="x", store=keeps)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("windows", [700], "windows do not match its tokens"),
+        ("windows", [40, 30], "windows do not match its tokens"),
+        ("windows", {"a": 1}, "windows are not positive whole numbers"),
+        ("lacks_pages", 1, "neither true nor false"),
+    ],
+)
+def test_damaged_files_are_refused(
+    model: Any, tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    store = store_for(model, POLICIES["stream"], frees=True)
+    cache = OscarCache(store.policy, model=model, store=store)
+    read(model, cache, tokens(600))
+    save_cache(cache, tmp_path / "cache", fingerprint="x")
+    tensors, texts = read_checked(tmp_path / "cache", lambda *_: None)
+    text = json.loads(texts["oscar_mm.cache"]) | {field: value}
+    write_checked(tmp_path / "cache", tensors, {"oscar_mm.cache": json.dumps(text)})
+    with pytest.raises(InputError, match=f"cache is damaged: .*{message}"):
+        load_cache(tmp_path / "cache", fingerprint="x", store=store)
 
 
 def test_layers_may_have_two_windows(folder: Path) -> None:

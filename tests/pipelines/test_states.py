@@ -441,7 +441,7 @@ def test_only_so_many_states_are_kept(pipe, monkeypatch: pytest.MonkeyPatch) -> 
     assert chat.memory.by_kind["marks"] == 2 * each == 2 * chat.memory.by_kind["states"]
     chat.undo()
     chat.undo()
-    with pytest.raises(InputError, match=r"undo: the states.*before this turn.*a new chat"):
+    with pytest.raises(InputError, match=r"undo: what layers.*before this turn.*a new chat"):
         chat.undo()
     assert len(chat.turns) == 2 and chat.ask("Why?", max_new_tokens=3).text
     chat.close()
@@ -530,11 +530,11 @@ ALTERED = {
     "more": (lambda tensors, _: tensors.update(a=torch.zeros(1)), "unknown tensors"),
     "a copy too many": (_lengths(lambda x: [*x, x[-1] + 1]), "layer.0.conv.2"),
     "no lengths": (_lengths(lambda x: []), "its states are missing"),
-    "words": (_lengths(lambda x: ["a", x[-1]]), "not whole numbers"),
-    "flags": (_lengths(lambda x: [True, x[-1]]), "not whole numbers"),
-    "an object": (_lengths(lambda x: {}), "not whole numbers"),
+    "words": (_lengths(lambda x: ["a", x[-1]]), "not positive whole numbers"),
+    "flags": (_lengths(lambda x: [True, x[-1]]), "not positive whole numbers"),
+    "an object": (_lengths(lambda x: {}), "not positive whole numbers"),
     "order": (_lengths(lambda x: x[::-1]), "do not match its tokens"),
-    "zero": (_lengths(lambda x: [0, x[-1]]), "do not match its tokens"),
+    "zero": (_lengths(lambda x: [0, x[-1]]), "not positive whole numbers"),
     "end": (_lengths(lambda x: [x[0], x[-1] - 1]), "do not match its tokens"),
     "kinds": (lambda _, text: text["layers"].reverse(), "layer.0"),
 }
