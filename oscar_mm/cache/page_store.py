@@ -208,6 +208,12 @@ class LayerPools:
             return self.places.used(bits)
         return allocators[bits].used
 
+    def free(self, bits: Bits, allocators: Mapping[Bits, SlotPool]) -> int:
+        """Return the number of slots of a kind that serve new tokens before the pool grows."""
+        if self.places is not None and bits in self.places:
+            return self.places.free(bits)
+        return allocators[bits].free
+
 
 @dataclass(frozen=True)
 class StoreReport:
@@ -639,22 +645,26 @@ class PageStore:
     def free_bytes(self, device: torch.device) -> int:
         """Return the bytes of slots without an owner in the layers on a device."""
         return sum(
-            (pools.capacity(bits, self.allocators) - pools.used(bits, self.allocators))
-            * pool.slot_bytes
+            pools.free(bits, self.allocators) * pool.slot_bytes
             for pools in list(self.layers.values())
             if pools.device == device
             for bits, pool in pools.by_bits.items()
         )
 
     def memory(self) -> StoreReport:
-        """Return the bytes of pools and states; a shared slot or state is counted once."""
+        """Return the bytes of pools and states; a shared slot or state is counted once.
+
+        Layers with sliding windows first free what no window reaches, so that the pages of closed
+        caches do not count.
+        """
         self.collect()
+        self.sweep()
         used = free = total = 0
         for pools in self.layers.values():
             for bits, pool in pools.by_bits.items():
-                slots = min(pools.used(bits, self.allocators), pool.capacity)
-                used += slots * pool.slot_bytes
-                free += pool.free_bytes(slots)
+                taken = pools.capacity(bits, self.allocators) - pools.free(bits, self.allocators)
+                used += min(pools.used(bits, self.allocators), pool.capacity) * pool.slot_bytes
+                free += pool.free_bytes(min(taken, pool.capacity))
                 total += pool.device_bytes
         with self._joining:
             holders = list(self._with_states)

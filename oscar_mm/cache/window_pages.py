@@ -84,8 +84,8 @@ class _Places:
 
     @property
     def used(self) -> int:
-        """Number of places that are not free."""
-        return self.capacity - len(self.free)
+        """Number of places that belong to a page."""
+        return max(0, self.capacity - _RESERVED) - len(self.free)
 
     def extend(self, pages: int) -> None:
         """Extend the table to this number of pages."""
@@ -154,7 +154,7 @@ class WindowPages:
         return len(self._places[bits].free)
 
     def used(self, bits: Bits) -> int:
-        """Return the number of places in use, with those that belong to no page."""
+        """Return the number of places that belong to a page."""
         return self._places[bits].used
 
     def has(self, bits: Bits, page: int) -> bool:
