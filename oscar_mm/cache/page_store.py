@@ -23,7 +23,7 @@ from oscar_mm.cache.block_table import SequenceTable, SlotPool, SlotSet
 from oscar_mm.cache.states import Marks, held_bytes
 from oscar_mm.cache.steady_rows import SteadyRows
 from oscar_mm.cache.step_plan import StepPlan
-from oscar_mm.cache.window_pages import ZEROS, WindowPages, begun, reach_of
+from oscar_mm.cache.window_pages import ZEROS, WindowPages, begun, reach_of, read
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.modality import Modality
@@ -340,8 +340,9 @@ class PageStore:
         pages: dict[Bits, list[int]] = {}
         for bits, page in begun(step.pack_jobs, step.copies):
             pages.setdefault(bits, []).append(page)
+        sources = list(read(step.pack_jobs, step.copies)) if pages and self.window_pages else []
         for places in self.window_pages if pages else ():
-            sweep = None if self.paused else partial(self._sweep, places, past)
+            sweep = None if self.paused else partial(self._sweep, places, past, sources)
             reached = None
             if rows is not None:
                 marks = {id(row): found for row, found in self._rows()}
@@ -370,10 +371,15 @@ class PageStore:
                 kept = {page for page, any_ in zip(ids[bits], stored, strict=True) if any_}
                 places.begin(bits, ids[bits], kept, None)
 
-    def _sweep(self, places: WindowPages, past: Iterable[SequenceTable] = ()) -> None:
-        """Take the places of pages that no window of a sequence reaches."""
+    def _sweep(
+        self,
+        places: WindowPages,
+        past: Iterable[SequenceTable] = (),
+        sources: Iterable[tuple[Bits, int]] = (),
+    ) -> None:
+        """Take the places of pages that no window of a sequence reaches, except ``sources``."""
         reaches = [reach_of(row.peek(), marks, places.window) for row, marks in self._rows()]
-        places.sweep([*reaches, *(reach_of(row, (), places.window) for row in past)])
+        places.sweep([*reaches, *(reach_of(row, (), places.window) for row in past)], sources)
 
     def _rows(self) -> Iterator[tuple[SequenceTable, Iterable[int]]]:
         """Yield all sequences and the lengths to which they may be cropped."""

@@ -269,13 +269,17 @@ class WindowPages:
             for page in self._in_window(table, code, stream, length)
         )
 
-    def sweep(self, reaches: Iterable[Reach]) -> None:
+    def sweep(self, reaches: Iterable[Reach], sources: Iterable[tuple[Bits, int]] = ()) -> None:
         """Take the places of all pages that no window reaches and that are not planned.
 
         Args:
             reaches: all sequences of the store.
+            sources: format and id of further pages that keep their places.
         """
-        for bits, wanted in self.reached(reaches).items():
+        reached = self.reached(reaches)
+        for bits, page in sources:
+            reached[bits].add(page)
+        for bits, wanted in reached.items():
             places, uses = self._places[bits], self._allocators[bits].uses
             places.planned = {page: n for page, n in places.planned.items() if uses(page) == n}
             pages = np.flatnonzero(places.of_page >= 0)
@@ -324,6 +328,23 @@ def begun(
         yield from ((job.bits, page) for page in job.pages[job.first > 0 :])
     for bits, _, target in copies:
         yield bits, target
+
+
+def read(
+    jobs: Iterable[Any], copies: Iterable[tuple[Bits, int, int]]
+) -> Iterator[tuple[Bits, int]]:
+    """Yield format and id of each page from which a step makes new pages; its sequences may have
+    left these pages.
+
+    Args:
+        jobs: see ``begun``.
+        copies: see ``begun``.
+    """
+    for job in jobs:
+        if not all(len(source) for source in job.begins.values()):
+            yield job.bits, job.before
+    for bits, source, _ in copies:
+        yield bits, source
 
 
 def room(stream: ModalityTable, window_pages: Sequence[WindowPages]) -> int:

@@ -381,3 +381,23 @@ def test_a_closed_chat_leaves_its_whole_budget(
         assert chat.ask(question, max_new_tokens=8).token_ids
         chat.close()
         assert small.store.memory().used_bytes == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_pages_from_which_others_begin_keep_their_places(folder: Path, rows: int) -> None:
+    """Without a 16-bit window, a page takes its center from the one before, and rows that share
+    their last page copy it; both may be outside of a tiny sliding window."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="oscar", sliding_window=2
+    ).eval()
+    policy, found = KVPolicy.preset("standard", window=0), list[torch.Tensor]()
+    for frees in (False, True):
+        store = PageStore(policy)
+        if frees:
+            store.free_outside_windows(dict.fromkeys(windows_of(model.config), 2))
+        cache = OscarCache(policy, model=model, store=store)
+        for count in (150, 129):
+            read(model, cache, tokens(count, count))
+        cache.batch_select_indices(torch.zeros(rows, dtype=torch.long))
+        found.append(read(model, cache, tokens(70, 1, rows), 1))
+    assert torch.equal(*found)
