@@ -12,7 +12,11 @@ def pairs(
 
     Few faults need three particular values to show, and there are about as many cases as the two
     longest axes have pairs. The choice is greedy, and the same each time.
-    allowed: Whether a combination exists; pairs that occur in none are left out.
+
+    Args:
+        axes: values of each parameter.
+        allowed: function that returns whether a combination exists; pairs that occur in none are
+            left out.
     """
     values = [list(axis) for axis in axes]
     left = [
