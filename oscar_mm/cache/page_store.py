@@ -658,13 +658,8 @@ class PageStore:
         )
 
     def memory(self) -> StoreReport:
-        """Return the bytes of pools and states; a shared slot or state is counted once.
-
-        Layers with sliding windows first free what no window reaches, so that the pages of closed
-        caches do not count.
-        """
+        """Return the bytes of pools and states; a shared slot or state is counted once."""
         self.collect()
-        self.sweep()
         used = free = total = 0
         for pools in self.layers.values():
             for bits, pool in pools.by_bits.items():

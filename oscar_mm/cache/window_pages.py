@@ -82,11 +82,6 @@ class _Places:
         self.capacity = 0
         self.planned: dict[int, int] = {}
 
-    @property
-    def used(self) -> int:
-        """Number of places that belong to a page."""
-        return max(0, self.capacity - _RESERVED) - len(self.free)
-
     def extend(self, pages: int) -> None:
         """Extend the table to this number of pages."""
         if (missing := pages - len(self.of_page)) > 0:
@@ -150,12 +145,14 @@ class WindowPages:
         return self._places[bits].capacity
 
     def free(self, bits: Bits) -> int:
-        """Return the number of places without a page."""
-        return len(self._places[bits].free)
+        """Return the number of places for new pages: those without a page, and those of pages
+        without an owner, which the next ``sweep`` takes."""
+        return max(0, self.capacity(bits) - _RESERVED) - self.used(bits)
 
     def used(self, bits: Bits) -> int:
-        """Return the number of places that belong to a page."""
-        return self._places[bits].used
+        """Return the number of places of pages that have an owner."""
+        owners, of_page = self._allocators[bits].owners, self._places[bits].of_page
+        return sum(owners(page) > 0 for page in np.flatnonzero(of_page >= 0).tolist())
 
     def has(self, bits: Bits, page: int) -> bool:
         """Return whether a page has a place."""
