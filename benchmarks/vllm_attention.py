@@ -32,7 +32,7 @@ _TOKENS = 264
 _BEGUN = 4
 """Number of tokens to generate for each sequence before steps are timed."""
 _SECONDS = 20.0
-"""Time after which the steps of slow attention are measured well enough."""
+"""Seconds of timed steps after which a run ends, for attention that is slow."""
 _SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, 257, 16))
 """Batch sizes for which vLLM captures CUDA graphs of a step."""
 _FURTHER = 1024

@@ -22,12 +22,17 @@ gc.set_threshold(50_000, 20, 100)
 
 
 ELSEWHERE = ("gpu", "browser", "clients", "soak")
-"""Markers of tests that are no part of the suite on a CPU."""
+"""Markers of tests that neither ``make test`` nor ``make nightly`` runs."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases of a test as slow that its marker ``daily`` does not name."""
+    """Mark cases as slow if the marker ``daily`` of their test does not name them.
+
+    Raises:
+        pytest.UsageError: if the marker names cases that do not exist; not if single tests are
+            selected by their ids.
+    """
     named = dict[str, set[str]]()
     for item in items:
         marker = item.get_closest_marker("daily")

@@ -119,7 +119,7 @@ class RealtimeItems:
         self._listening = chat.listen(HEARD_RATE, speak=self.speaks) if self.hears else None
         self._entries: dict[str, Entry] = {}
         self._size = 0
-        """Sum of their sizes."""
+        """Sum of the sizes of all entries."""
         self.unanswered: list[Entry] = []
         self._later: list[Entry] = []
         """Messages that came during a recording; the chat gets them after it."""

@@ -37,7 +37,7 @@ from oscar_mm.modality import Modality
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 from oscar_mm.sizes import format_bytes
 
-_Sums: TypeAlias = "dict[torch.device, dict[int | None, dict[Bits, int]]]"
+_SlotBytes: TypeAlias = "dict[torch.device, dict[int | None, dict[Bits, int]]]"
 """Device -> size of the sliding window -> bits -> bytes of a slot; None for layers that store all
 tokens."""
 _DOUBT = 0.05
@@ -94,10 +94,10 @@ class Admission:
     prefill_chunk: int | None = None
     budget: KVBudget | None = None
     thread: EngineThread = field(default_factory=EngineThread)
-    _known: tuple[tuple[int, torch.device], _Sums] | None = field(
+    _known: tuple[tuple[int, torch.device], _SlotBytes] | None = field(
         default=None, init=False, repr=False
     )
-    """Cached result of ``_sums_by_window``, after the number of layers and the model's device
+    """Cached result of ``_slot_bytes_by_window``, after the number of layers and the model's device
     for which it is valid."""
 
     @property
@@ -307,7 +307,7 @@ class Admission:
         shares = []
         for device in self._slot_bytes_by_device():
             if (free := free_bytes(device)) is not None:
-                memory = free + self._free_bytes(device) + self._others_bytes(device, None)
+                memory = free + self.store.free_bytes(device) + self._others_bytes(device, None)
                 needed = self._pool_bytes(device, growth) + self._running_state_bytes[device]
                 shares.append(memory / needed)
         return shares
@@ -481,7 +481,7 @@ class Admission:
         """Return the bytes added after 0, 1, 2, ... tokens of the answer, with a row's states."""
         stored = [
             bytes_over_time(found.added, sizes)
-            for device in self._sums_by_window()
+            for device in self._slot_bytes_by_window()
             for found, sizes in self._by_window(device, growth)
         ]
         return np.sum(stored, axis=0) + self._running_state_bytes.total()
@@ -522,7 +522,7 @@ class Admission:
         doubtful = doubt * self._slot_bytes()[PLAIN]
         if self.budget is not None:
             limit = self.budget.limit
-            before = 0 if cache is None else self._cache_bytes(cache)
+            before = 0 if cache is None else cache.held_bytes
 
             def in_budget(growth: SlotForecast, _: int) -> float:
                 return before + max(0, self.growth_bytes(growth) - doubtful)
@@ -558,7 +558,7 @@ class Admission:
             if (free := free_bytes(device)) is None:
                 continue
             # All ranks must make the same decision.
-            available = self.store.ranks.all_min(free, device) + self._free_bytes(device)
+            available = self.store.ranks.all_min(free, device) + self.store.free_bytes(device)
             if (needed := self._device_bytes(device, growth, tokens)) > available:
                 yield device, needed, available
 
@@ -575,7 +575,7 @@ class Admission:
     ) -> Iterator[tuple[SlotForecast, dict[Bits, int]]]:
         """Yield the forecast for the layers on a device with each size of window, and their
         ``_slot_bytes``."""
-        for window, sizes in self._sums_by_window()[device].items():
+        for window, sizes in self._slot_bytes_by_window()[device].items():
             yield growth if window is None else growth.in_window(window), sizes
 
     def _fitting(
@@ -620,23 +620,23 @@ class Admission:
             device: {
                 bits: sum(sizes[bits] for sizes in by_window.values()) for bits in by_window[None]
             }
-            for device, by_window in self._sums_by_window().items()
+            for device, by_window in self._slot_bytes_by_window().items()
         }
 
-    def _sums_by_window(self) -> _Sums:
+    def _slot_bytes_by_window(self) -> _SlotBytes:
         """Return the bytes of a slot, summed over the layers of a device with the same window."""
         # Recomputed when layers have created their pools, or the model has moved.
         known_for, known = (len(self.store.layers), self.family.device), self._known
         if known is None or known[0] != known_for:
-            known = self._known = known_for, self._sums()
+            known = self._known = known_for, self._sum_slot_bytes()
         return known[1]
 
-    def _sums(self) -> _Sums:
+    def _sum_slot_bytes(self) -> _SlotBytes:
         shape, states = ModelShape.of(self.model.config, 0), kinds_of_states(self.model.config)
         own = replace(shape, kv_heads=self._kv_shape.kv_heads)
         dtype = unpacked_dtype(self.store.policy, self._dtype)
         expected = own.slot_bytes(self.store.policy, dtype.itemsize)
-        by_device: _Sums = {}
+        by_device: _SlotBytes = {}
         for index, device in self.family.layer_devices.items():
             pools, window = self.store.layers.get(index), self.store.windows.get(index)
             by_window = by_device.setdefault(device, {None: dict.fromkeys(expected, 0)})
@@ -644,13 +644,6 @@ class Admission:
             for bits in () if index in states else sums:
                 sums[bits] += expected[bits] if pools is None else pools.by_bits[bits].bytes_each
         return by_device
-
-    def _cache_bytes(self, cache: OscarCache) -> int:
-        return cache.held_bytes
-
-    def _free_bytes(self, device: torch.device) -> int:
-        """Return the bytes of free slots on a device, which are used before pools grow."""
-        return self.store.free_bytes(device)
 
     def _others_bytes(self, device: torch.device, cache: OscarCache | None) -> int:
         """Return the bytes of slots on a device that only other caches use."""

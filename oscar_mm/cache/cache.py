@@ -45,7 +45,7 @@ _CROP = (
     "crop to {:,} tokens: linear-attention layers have copies of their states only at the marked "
     "lengths ({}); call mark() at each length to which the cache may be cropped"
 )
-_LEFT = (
+_NO_WINDOW = (
     "crop to {:,} tokens: layers with sliding windows have only the windows of the marked lengths "
     "({}); call mark() at each length to which the cache may be cropped"
 )
@@ -374,9 +374,9 @@ class OscarCache(Cache):
         """Keep a copy of the states of linear-attention layers, so that ``crop`` can return here.
 
         Layers with sliding windows that store only what windows reach keep the window of this
-        length, as long as it is one of the latest marks. Without such layers, this has no effect.
-        Above ``MARK_BYTES``, the oldest copies are
-        dropped; the latest one stays. Selecting or reordering rows drops all copies.
+        length, as long as it is one of the latest marks. Without layers of either kind, this has no
+        effect. Above ``MARK_BYTES``, the oldest copies are dropped; the latest one stays. Selecting
+        or reordering rows drops all marks.
 
         Raises:
             RuntimeError: during a forward pass, or after an interrupted one.
@@ -682,7 +682,7 @@ class OscarCache(Cache):
             marked = [one for one in self.marks.kept if self.longest_crop(one) == one]
             shown = ", ".join(f"{one:,}" for one in marked) or "none"
             raise NotImplementedError(
-                (_CROP if self.linear_layers else _LEFT).format(length, shown)
+                (_CROP if self.linear_layers else _NO_WINDOW).format(length, shown)
             )
         changes = length < self.kv_manager.stored_length  # Padding changes no states.
         self.kv_manager.crop(-tokens_to_remove)

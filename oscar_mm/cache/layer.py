@@ -128,18 +128,18 @@ class TokenPlaces(NamedTuple):
 
 
 def _runs(
-    streams: list[ModalityTable], device: torch.device, window: WindowPages | None
+    streams: list[ModalityTable], device: torch.device, window_pages: WindowPages | None
 ) -> Iterator[Pages]:
     slots, starts, stops = (
         np.array([x for stream in streams for x in getattr(stream, name)], np.int32)
         for name in ("pages", "starts", "stops")
     )
-    if window is not None:
-        slots = np.array(window.read(streams[0].bits, slots), np.int32)
-    places, most = np.arange(PAGE_TOKENS), _run_length(device)
+    if window_pages is not None:
+        slots = np.array(window_pages.read(streams[0].bits, slots), np.int32)
+    tokens, most = np.arange(PAGE_TOKENS), _run_length(device)
     for start in range(0, len(slots), most):
         run = slice(start, start + most)
-        used = (places >= starts[run, None]) & (places < stops[run, None])
+        used = (tokens >= starts[run, None]) & (tokens < stops[run, None])
         indices = None if used.all() else upload(used.ravel().nonzero()[0], device)
         yield Pages(upload(slots[run], device), indices)
 

@@ -362,8 +362,9 @@ class SlotForecast:
     def in_window(self, window: int) -> SlotForecast:
         """Return the forecast for layers with a sliding window that store only what it reaches.
 
-        This is a maximum: while a prompt is read in chunks, the windows at both ends of a chunk are
-        stored, and that of a mark.
+        This is an upper bound for one request: while a prompt is read in chunks, the windows at
+        both ends of a chunk are stored, and that of a mark. Windows that a chat keeps for further
+        marks are not counted.
 
         Args:
             window: size of the window in tokens.

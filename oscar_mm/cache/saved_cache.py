@@ -316,8 +316,8 @@ class SavedCache:
         """
         if self.lacks_pages and (store is None or not store.windows):
             raise InputError(
-                "the saved cache lacks pages that sliding windows had left, and here all pages are "
-                "kept, since prompts may share a prefix: load it without a prefix cache"
+                "the saved cache lacks pages that no sliding window reached any more, but here all "
+                "pages are kept: load it in a pipeline without prefix cache and tensor parallelism"
             )
         cache = OscarCache(self.policy, store=store)
         try:

@@ -373,10 +373,12 @@ def _by_dtype(layers: Iterable[LinearLayer]) -> list[list[torch.Tensor]]:
 
 
 class Marks:
-    """Copies of the states of a cache at some of its lengths, to which it can be cropped.
+    """Lengths to which a cache can be cropped, with copies of its states there.
 
     Args:
-        kept: length -> layer index -> layer with the copies, which nobody changes.
+        kept: length -> layer index -> layer with the copies, which nobody changes; no layers in a
+            cache without states, whose layers with sliding windows keep the windows of these
+            lengths (``oscar_mm.cache.window_pages``).
     """
 
     def __init__(self, kept: Mapping[int, Mapping[int, LinearLayer]] | None = None) -> None:
@@ -393,11 +395,11 @@ class Marks:
         # A new dict each time, since other threads may be reading this one.
         self.kept = self.kept | {length: {index: one.fork() for index, one in layers.items()}}
         while len(self.kept) > 1 and held_bytes(self.states) > MARK_BYTES:
-            self.kept = {place: self.kept[place] for place in sorted(self.kept)[1:]}
+            self.kept = {one: self.kept[one] for one in sorted(self.kept)[1:]}
 
     def up_to(self, length: int) -> Marks:
         """Return the marks up to a length."""
-        return Marks({place: layers for place, layers in self.kept.items() if place <= length})
+        return Marks({one: layers for one, layers in self.kept.items() if one <= length})
 
     def back_to(self, length: int) -> dict[int, LinearLayer]:
         """Return the layers as they were at a marked length, and drop all later marks."""

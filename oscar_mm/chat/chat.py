@@ -35,7 +35,7 @@ _TOO_EARLY = (
 )
 _CANNOT_SHORTEN = (
     "shorten_answer: this model keeps states, which cannot be cut, or its sliding windows before "
-    "the removed tokens are not kept any more"
+    "the removed tokens are not kept any more: undo the turn instead"
 )
 
 

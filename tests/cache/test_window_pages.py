@@ -233,7 +233,7 @@ def test_a_file_without_all_pages_needs_a_store_with_windows(model: Any, tmp_pat
     load_cache(tmp_path / "short", fingerprint="x", store=keeps)
     read(model, cache, tokens(600))
     save_cache(cache, tmp_path / "long", fingerprint="x")
-    with pytest.raises(InputError, match=r"lacks pages .* without a prefix cache"):
+    with pytest.raises(InputError, match=r"lacks pages .* without prefix cache"):
         load_cache(tmp_path / "long", fingerprint="x", store=keeps)
 
 
