@@ -690,19 +690,26 @@ class SlotSet:
     @property
     def counts(self) -> Counter[Bits]:
         """Bits -> number of slots."""
-        return Counter({bits: len(names) for bits, names in self._names.items()})
+        return self.counts_in(None)
 
-    def count(self, bits: Bits, places: PagePlaces | None) -> int:
-        """Return the number of slots of one kind that a layer stores.
+    def counts_in(self, places: PagePlaces | None) -> Counter[Bits]:
+        """Return bits -> number of slots that a layer stores.
 
         Args:
-            bits: kind of the slots.
             places: places of the layer's pages; None if it stores all of them.
         """
-        return self.by_modality(bits, places).total()
+        return Counter(
+            {
+                bits: len(names)
+                if places is None or bits not in places
+                else sum(places.has(bits, page) for page in names)
+                for bits, names in self._names.items()
+            }
+        )
 
     def by_modality(self, bits: Bits, places: PagePlaces | None = None) -> Counter[str]:
-        """Return modality ("text", "image", ...) -> number of slots of one kind; see ``count``."""
+        """Return modality ("text", "image", ...) -> number of slots of one kind; see
+        ``counts_in``."""
         found = self._modalities.get(bits, {})
         if places is None or bits not in places:
             return Counter(found.values())
@@ -712,7 +719,7 @@ class SlotSet:
         self, allocators: Mapping[Bits, SlotPool], places: PagePlaces | None = None
     ) -> Counter[Bits]:
         """Return bits -> number of slots that also have owners outside of this set; see
-        ``count``."""
+        ``counts_in``."""
         found = Counter[Bits]()
         for bits, names in self._names.items():
             owners = allocators[bits].owners

@@ -232,10 +232,8 @@ class KVCacheManager:
             self.store.steady.take(steady)
             step.add_steady(steady)
         step.past, step.modalities = past, modalities
-        if self.store.window_pages and (step.pack_jobs or step.copies):
-            several = not isinstance(modalities, np.ndarray) or modalities.shape[1] > 1
-            reached = (self.sequences, past) if several else ()
-            self.store.begin_pages(step, *reached)
+        several = not isinstance(modalities, np.ndarray) or modalities.shape[1] > 1
+        self.store.begin_pages(step, *((self.sequences, past) if several else ()))
         return step
 
     def planned(self, modalities: np.ndarray) -> StepPlan | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,7 @@ def measure(
     for stream in kv_manager.streams():
         tokens[stream.modality.label] += stream.tokens
     stored = SlotSet.of(kv_manager.streams())
+    shared_in = cache(partial(stored.shared, kv_manager.allocators))
     spare, alone = kv_manager.spare, kv_manager.holds_all(stored)
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
@@ -222,7 +224,7 @@ def measure(
         pools = kv_manager.store.layers[layer.index]
         before = sum(by_kind.values())
         _add_pools(pools, stored, spare, by_kind, by_modality, alone=alone)
-        shared = stored.shared(kv_manager.allocators, pools.places)
+        shared = shared_in(pools.places)
         shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
         own = layer.overflow.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
         by_kind["tables"] += own

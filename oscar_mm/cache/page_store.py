@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from oscar_mm.cache.block_table import SequenceTable, SlotPool, SlotSet
 from oscar_mm.cache.states import Marks, held_bytes
 from oscar_mm.cache.steady_rows import SteadyRows
 from oscar_mm.cache.step_plan import StepPlan
-from oscar_mm.cache.window_pages import ZEROS, WindowPages, begun, reach_of, read
+from oscar_mm.cache.window_pages import ZEROS, SlotCounts, WindowPages, begun, reach_of, read
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.modality import Modality
@@ -202,18 +202,6 @@ class LayerPools:
             return self.places.capacity(bits)
         return allocators[bits].capacity
 
-    def used(self, bits: Bits, allocators: Mapping[Bits, SlotPool]) -> int:
-        """Return the number of slots in use of a kind."""
-        if self.places is not None and bits in self.places:
-            return self.places.used(bits)
-        return allocators[bits].used
-
-    def free(self, bits: Bits, allocators: Mapping[Bits, SlotPool]) -> int:
-        """Return the number of slots of a kind that serve new tokens before the pool grows."""
-        if self.places is not None and bits in self.places:
-            return self.places.free(bits)
-        return allocators[bits].free
-
 
 @dataclass(frozen=True)
 class StoreReport:
@@ -334,18 +322,20 @@ class PageStore:
 
         Args:
             step: the step.
-            rows: the sequences after the step, if windows may not reach all new pages; ``past``
-                are the sequences before it.
+            rows: the sequences after the step, if windows may not reach all new pages.
+            past: these sequences before the step.
         """
+        if not self.window_pages or not (step.pack_jobs or step.copies):
+            return
         pages: dict[Bits, list[int]] = {}
         for bits, page in begun(step.pack_jobs, step.copies):
             pages.setdefault(bits, []).append(page)
-        sources = list(read(step.pack_jobs, step.copies)) if pages and self.window_pages else []
+        sources = list(read(step.pack_jobs, step.copies))
+        marks = {id(row): found for row, found in self._rows()} if rows is not None else {}
         for places in self.window_pages if pages else ():
             sweep = None if self.paused else partial(self._sweep, places, past, sources)
             reached = None
             if rows is not None:
-                marks = {id(row): found for row, found in self._rows()}
                 reached = places.reached(
                     reach_of(row, marks.get(id(row), ()), places.window) for row in rows
                 )
@@ -526,7 +516,7 @@ class PageStore:
             if not slots.capacity:
                 self._release_addresses(bits)
             placed = [places for places in self.window_pages if bits in places]
-            if not slots.free and not any(places.free(bits) for places in placed):
+            if not slots.free and not any(places.counts()[bits].free for places in placed):
                 continue
             self.trims += 1
             for pools in self.layers.values():
@@ -604,9 +594,10 @@ class PageStore:
         rows = (row.peek() for _, sequences in owners for row in sequences)
         held = SlotSet.of(stream for row in rows for stream in row.streams.values())
         found = {modality.label: 0 for modality in Modality}
+        by_modality = cache(held.by_modality)
         for pools in list(self.layers.values()):
             for bits, pool in pools.by_bits.items():
-                for label, count in held.by_modality(bits, pools.places).items():
+                for label, count in by_modality(bits, pools.places).items():
                     found[label] += count * pool.slot_bytes
         return found
 
@@ -620,52 +611,69 @@ class PageStore:
             device: device of the layers; by default, all layers.
             own: whether to leave out slots that also have owners outside of the set.
         """
-        return sum(
-            (slots.count(bits, pools.places) - shared[bits]) * pool.slot_bytes
-            for pools in list(self.layers.values())
-            if device is None or pools.device == device
-            for shared in [slots.shared(self.allocators, pools.places) if own else Counter()]
-            for bits, pool in pools.by_bits.items()
-        )
+
+        def counts(places: WindowPages | None) -> Counter[Bits]:
+            found = slots.counts_in(places)
+            return found - slots.shared(self.allocators, places) if own else found
+
+        return self._bytes(counts, device)
 
     def used_bytes(self, device: torch.device) -> int:
         """Return the bytes of slots with an owner in the layers on a device."""
-        return sum(
-            pools.used(bits, self.allocators) * pool.slot_bytes
-            for pools in list(self.layers.values())
-            if pools.device == device
-            for bits, pool in pools.by_bits.items()
+        return self._bytes(
+            lambda places: {bits: one.used for bits, one in self._slots(places).items()}, device
+        )
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return the bytes of slots without an owner in the layers on a device."""
+        return self._bytes(
+            lambda places: {bits: one.free for bits, one in self._slots(places).items()}, device
         )
 
     def bytes_of(self, counts: Mapping[Bits, int], device: torch.device | None = None) -> int:
         """Return the bytes of ``counts[bits]`` slots of each kind, summed over all layers or over
         the layers on a device."""
+        return self._bytes(lambda _: counts, device)
+
+    def _bytes(
+        self,
+        counts: Callable[[WindowPages | None], Mapping[Bits, int]],
+        device: torch.device | None,
+    ) -> int:
+        """Return the bytes of slots, summed over all layers or over the layers on a device.
+
+        Args:
+            counts: function that returns the number of slots by kind in layers that store pages at
+                these places; called once for all such layers.
+            device: the device; None for all layers.
+        """
+        counts = cache(counts)
         return sum(
             count * pools.by_bits[bits].slot_bytes
             # A copy: any thread may call this while the first prompt creates the pools.
             for pools in list(self.layers.values())
             if device is None or pools.device == device
-            for bits, count in counts.items()
+            for bits, count in counts(pools.places).items()
         )
 
-    def free_bytes(self, device: torch.device) -> int:
-        """Return the bytes of slots without an owner in the layers on a device."""
-        return sum(
-            pools.free(bits, self.allocators) * pool.slot_bytes
-            for pools in list(self.layers.values())
-            if pools.device == device
-            for bits, pool in pools.by_bits.items()
-        )
+    def _slots(self, places: WindowPages | None) -> dict[Bits, SlotCounts]:
+        """Return the numbers of slots by kind in layers that store pages at these places."""
+        found = {
+            bits: SlotCounts(one.capacity, one.used, one.free)
+            for bits, one in self.allocators.items()
+        }
+        return found if places is None else found | places.counts()
 
     def memory(self) -> StoreReport:
         """Return the bytes of pools and states; a shared slot or state is counted once."""
         self.collect()
         used = free = total = 0
+        slots = cache(self._slots)
         for pools in self.layers.values():
             for bits, pool in pools.by_bits.items():
-                taken = pools.capacity(bits, self.allocators) - pools.free(bits, self.allocators)
-                used += min(pools.used(bits, self.allocators), pool.capacity) * pool.slot_bytes
-                free += pool.free_bytes(min(taken, pool.capacity))
+                counts = slots(pools.places)[bits]
+                used += min(counts.used, pool.capacity) * pool.slot_bytes
+                free += pool.free_bytes(min(counts.capacity - counts.free, pool.capacity))
                 total += pool.device_bytes
         with self._joining:
             holders = list(self._with_states)

@@ -35,6 +35,20 @@ _LATEST_MARKS, _MARKED_WINDOWS = 6, 4
 windows."""
 
 
+class SlotCounts(NamedTuple):
+    """Numbers of slots of one kind that a layer has.
+
+    Attributes:
+        capacity: number of all slots.
+        used: number of slots with an owner.
+        free: number of slots that serve new tokens before the pool grows.
+    """
+
+    capacity: int
+    used: int
+    free: int
+
+
 class Reach(NamedTuple):
     """Lengths of a sequence at which attention may continue.
 
@@ -144,15 +158,20 @@ class WindowPages:
         """Return the number of places, which the pools must have."""
         return self._places[bits].capacity
 
-    def free(self, bits: Bits) -> int:
-        """Return the number of places for new pages: those without a page, and those of pages
-        without an owner, which the next ``sweep`` takes."""
-        return max(0, self.capacity(bits) - _RESERVED) - self.used(bits)
-
     def used(self, bits: Bits) -> int:
         """Return the number of places of pages that have an owner."""
         owners, of_page = self._allocators[bits].owners, self._places[bits].of_page
         return sum(owners(page) > 0 for page in np.flatnonzero(of_page >= 0).tolist())
+
+    def counts(self) -> dict[Bits, SlotCounts]:
+        """Return the numbers of places by format. Free are those without a page, and those of pages
+        without an owner, which the next ``sweep`` takes."""
+        found = {}
+        for bits, places in self._places.items():
+            used = self.used(bits)
+            free = max(0, places.capacity - _RESERVED) - used
+            found[bits] = SlotCounts(places.capacity, used, free)
+        return found
 
     def has(self, bits: Bits, page: int) -> bool:
         """Return whether a page has a place."""
