@@ -1,7 +1,8 @@
 """The kernel of ``linear`` for one or two rows and quantized weights, csrc/linear/linear_few.cu.
 
 The warps of a thread block divide the width among them. TMA copies boxes of weights, which each
-warp multiplies on matrix units by its part of x, in registers.
+warp multiplies on matrix units by its part of x, in registers: FP8 as halves, INT4 as integers, to
+which the thread block converts x.
 """
 
 from __future__ import annotations
@@ -34,15 +35,13 @@ from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.kernels.tensor_map import TensorMap, tensor_map
 
 MAX_FEW_ROWS = 2
-"""Maximum rows of x for which ``linear`` uses the kernel, which can take four."""
+"""Maximum rows of x of the kernel."""
 BOX_ROW = 256
 """Bytes of a row of a box of weights."""
 MAX_DEPTH = 16
 """Maximum boxes of a warp in flight."""
 GRAIN = 16
 """Rows of a box of weights."""
-_BLOCK = 128
-"""Elements of x that are converted together; ``BLOCK`` of csrc/common/pieces.cuh."""
 _RESERVED = 3072
 """Bytes of shared memory of a thread block besides boxes, sums and x: barriers, squares, and the
 system's."""
@@ -114,12 +113,10 @@ class FewSpecialization(NamedTuple):
         return -(-GRAIN * (BOX_ROW + self.span // group * each) // 128) * 128
 
     def x_bytes(self, width: int) -> int:
-        """Return the bytes of x in shared memory, which INT4 needs: factors, and for each block of
-        them the sum of squares and what products need besides."""
+        """Return the bytes of x in shared memory: with INT4, three digits of each element, and 16
+        bytes for each group."""
         bits, _, group = self.weights
-        if bits != 4:
-            return 0
-        return self.rows * (width * 2 + width // _BLOCK * 4 * (2 + _BLOCK // group)) + 8
+        return self.rows * (3 * width + width // group * 16) if bits == 4 else 0
 
     def launch(
         self, grains: int, width: int, blocks: int, most_warps: int, limit: int

@@ -51,7 +51,7 @@ def test_every_problem_is_cut_to_fit(form: WeightFormat, gated: bool, width: int
 
 @pytest.mark.parametrize("arch", architectures(LIMITS))
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("form", FORMATS)
 def test_compiles(arch: str, gated: bool, rows: int, form: WeightFormat) -> None:
     """Also, the host has the same struct and sizes as the kernel."""
@@ -88,7 +88,7 @@ def device() -> torch.device:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("width", [512, 1536, 4096, 12288])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernel(
@@ -138,6 +138,36 @@ def _zeros(matrix: QuantizedMatrix, device: torch.device) -> torch.Tensor | None
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_unusual_rows(dtype: torch.dtype, form: WeightFormat, device: torch.device) -> None:
+    """Rows of very different magnitudes are as exact as others, and none changes the other row."""
+    kernel = LinearFewKernel.of(FewSpecialization(2, False, dtype, form), device)
+    assert kernel is not None
+    matrix = form.quantized((random(300, 2048) / 2048**0.5).to(device, dtype))
+    zeros = [] if matrix.zeros is None else [matrix.zeros]
+    weights = matrix.dequantized(torch.float64)
+    usual = random(2, 2048).to(device, dtype)
+
+    def found(first: torch.Tensor) -> torch.Tensor:
+        x = torch.stack([first, usual[1]])
+        return kernel(LinearArguments.of(x, [matrix.codes], scales=[matrix.scales], zeros=zeros))
+
+    expected = found(usual[0])[1]
+    outlier, falling = usual[0].clone(), usual[0] * 2.0 ** -(torch.arange(2048, device=device) % 16)
+    outlier[5] = 3e4
+    for first in (usual[0], outlier, falling.to(dtype), usual[0] / 4096, torch.zeros_like(outlier)):
+        mine, other = found(first)
+        exact = weights @ first.double()
+        assert (mine.double() - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+        assert torch.equal(other, expected)
+    for value in (torch.inf, -torch.inf, torch.nan):
+        outlier[5] = value
+        mine, other = found(outlier)
+        assert not mine.isfinite().any() and torch.equal(other, expected)
+
+
+@pytest.mark.gpu
 def test_other_groups_and_widths_are_left_to_other_kernels(device: torch.device) -> None:
     """Groups of whole rows, a width that is no multiple of a box, and sums that do not fit."""
     form, dtype = WeightFormat(4), torch.bfloat16
@@ -151,7 +181,7 @@ def test_other_groups_and_widths_are_left_to_other_kernels(device: torch.device)
         return kernel.takes(LinearArguments.of(x, [words], scales=[scales], zeros=[zeros]))
 
     assert taken(32, 512, 4)
-    assert not taken(32, 512, 1) and not taken(32, 768, 6) and not taken(1_000_000, 4096, 32)
+    assert not taken(32, 512, 1) and not taken(32, 768, 6) and not taken(8_000_000, 512, 4)
 
 
 @pytest.mark.gpu
