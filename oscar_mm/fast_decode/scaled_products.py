@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from oscar_mm.fast_decode.gate import gate_
-from oscar_mm.fast_decode.linear_torch import LinearArguments, in_rows
+from oscar_mm.fast_decode.linear_torch import LinearArguments, in_rows, joined
 from oscar_mm.kernels.launch import (
     ELEMENTS,
     addresses,
@@ -134,13 +134,18 @@ class ScaledProducts(NamedTuple):
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
         """Quantize the rows and multiply them; sums are rounded as in separate operations."""
         x, weights, biases, *_ = arguments
-        rows = self.quantize(x)
-        products = [rows.times(*matrix) for matrix in zip(weights, arguments.scales, strict=True)]
+        rows, scales = self.quantize(x), arguments.scales
+        whole, whole_scales = joined(weights), joined(scales)
+        if whole is None or whole_scales is None or arguments.gated:
+            output, products = None, [rows.times(*one) for one in zip(weights, scales, strict=True)]
+        else:
+            output = rows.times(whole, whole_scales)
+            products = output.split([len(one) for one in weights], -1)
         for product, bias in zip(products, biases, strict=True):
             if bias is not None:
                 product += bias
         if arguments.gated:
             output = gate_(*products)
-        else:
-            output = products[0] if len(products) == 1 else torch.cat(products, -1)
+        elif output is None:
+            output = torch.cat(products, -1)
         return output if arguments.residual is None else output.add_(arguments.residual)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -18,14 +19,15 @@ from oscar_mm.fast_decode.linear_torch import (
     linear_on_gpu,
 )
 from oscar_mm.modules import weights_key
+from oscar_mm.pipelines.weight_formats import quantize
 from tests.checkpoints import build_decoder
 
 IDS = torch.arange(3, 40)[None]
 
 
-def projections(model: PreTrainedModel) -> list[list[torch.Tensor]]:
+def projections(model: PreTrainedModel, kind: str = "weight") -> list[list[torch.Tensor]]:
     return [
-        [getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")]
+        [getattr(getattr(layer.self_attn, name), kind) for name in ("q_proj", "k_proj", "v_proj")]
         for layer in model.get_decoder().layers
     ]
 
@@ -50,6 +52,23 @@ def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
     for found in (values(model), values(again)):
         assert found.keys() == before.keys()
         assert all(torch.equal(found[name], value) for name, value in before.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_quantized_weights(weights: Literal["fp8", "int4"]) -> None:
+    """Codes and scales in FP8 are moved; those of INT4 are not."""
+    model = build_decoder("qwen3", hidden_size=512).eval()
+    quantize(model, model.get_decoder(), weights)
+    before, logits = values(model), model(IDS).logits
+    join_projections(model)
+    for parts in projections(model) + projections(model, "scales"):
+        whole = joined(parts)
+        assert (whole is None) == (weights == "int4")
+        assert whole is None or torch.equal(whole.float(), torch.cat(parts).float())
+    after = values(model)
+    assert all(torch.equal(after[name].float(), value.float()) for name, value in before.items())
+    assert torch.equal(model(IDS).logits, logits)
 
 
 def test_weights_are_moved_once_and_again_after_they_were_replaced() -> None:

@@ -89,12 +89,15 @@ def test_kernel(dtype: torch.dtype, rows: int, width: int) -> None:
 @HOPPER
 @pytest.mark.parametrize("rows", [MAX_CLUSTER_ROWS[8] + 1, 500, 2048])
 @pytest.mark.parametrize("width", [256, 1408, 4096])
-def test_products(rows: int, width: int) -> None:
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_products(rows: int, width: int, adjacent: bool) -> None:
     """Products equal float64 products of the quantized rows, up to the rounding of bfloat16."""
     generator = torch.Generator().manual_seed(width)
     outputs, biased = (1024, 256), [None, torch.randn(256, generator=generator).bfloat16().cuda()]
     weights = [torch.randn(n, width, generator=generator) / width**0.5 for n in outputs]
     codes, scales = zip(*(fp8.quantized(weight.cuda()) for weight in weights), strict=True)
+    if adjacent:
+        codes, scales = (torch.cat(x).split(list(map(len, x))) for x in (codes, scales))
     x = rows_of(rows, width).cuda()
     residual = torch.randn(rows, sum(outputs), generator=generator).bfloat16().cuda()
     given = LinearArguments.of(x, codes, biased, None, residual, False, scales)
