@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,19 +67,38 @@ def _described(value: Any) -> Any:
     return [f"{type(value).__module__}.{type(value).__qualname__}", _described(vars(value))]
 
 
-_Key = tuple[object, str]
+class ReaderState(NamedTuple):
+    """What keys and values depend on, apart from tokens and media.
+
+    Attributes:
+        processor: SHA-256 of the processor's settings.
+        weights: state of the model's weights and adapters, see ``PrefillRunner.state``.
+        adapter: digest of the adapter that the prompt chooses; None for none.
+    """
+
+    processor: str
+    weights: object
+    adapter: str | None
+
+
+_Key = tuple[ReaderState, str]
 """State of processor and model, and salt of the prompt."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """Frozen cache together with the tokens and media of the prefix that it contains."""
+    """Frozen cache together with the tokens and media of the prefix that it contains.
+
+    Attributes:
+        is_confirmed: whether the weights are known to have been unchanged until the entry was kept.
+    """
 
     key: _Key
     ids: np.ndarray
     media: tuple[MediumSpan, ...]
     cache: OscarCache
     bytes: int
+    is_confirmed: bool = False
 
     def common(self, key: _Key, ids: np.ndarray, prompt: Prompt) -> int:
         """Return the number of leading tokens shared with a prompt, without splitting media.
@@ -89,8 +108,9 @@ class _Entry:
         if key != self.key:
             return 0
         length = min(len(ids), len(self.ids))
-        differs = np.flatnonzero(ids[:length] != self.ids[:length])
-        length = int(differs[0]) if len(differs) else length
+        differs = ids[:length] != self.ids[:length]
+        first = int(differs.argmax()) if length else 0
+        length = first if length and differs[first] else length
         for index, span in enumerate(prompt.media):
             if span.start >= length:
                 break
@@ -162,14 +182,14 @@ class PrefixCache:
             f"{self.misses} misses, {self.tokens_saved:,} tokens saved"
         )
 
-    def find(self, prompt: Prompt, state: object) -> OscarCache | None:
+    def find(self, prompt: Prompt, state: ReaderState) -> OscarCache | None:
         """Return a fork with the longest cached prefix of a prompt; None if there is none.
 
         The prefix never covers the whole prompt: at least one token remains to be prefilled.
 
         Args:
             prompt: prompt of a single row.
-            state: state of processor and model; only entries with an equal state match.
+            state: present state of processor and model; only entries with an equal state match.
         """
         ids, best, longest = _ids(prompt), None, MIN_TOKENS - 1
         key = state, prompt.salt
@@ -189,8 +209,33 @@ class PrefixCache:
         cache.crop(longest - cache.get_seq_length())
         return cache
 
-    def keep(self, prompt: Prompt, state: object, cache: OscarCache) -> None:
-        """Add the prompt just prefilled into a cache, up to ``kept_tokens``."""
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether no entry was kept since ``confirm`` was last called."""
+        return all(entry.is_confirmed for entry in self._entries)
+
+    def confirm(self, weights: object) -> None:
+        """Drop the entries kept since the last call whose weights have changed since their prefill
+        began; call this before ``find``.
+
+        This is apart from ``keep`` because the state of the weights takes long to compute.
+
+        Args:
+            weights: present state of the weights, see ``ReaderState``.
+        """
+        for entry in [one for one in self._entries if not one.is_confirmed]:
+            entry.is_confirmed = entry.key[0].weights == weights
+            if not entry.is_confirmed:
+                self._drop(entry)
+
+    def keep(self, prompt: Prompt, state: ReaderState, cache: OscarCache) -> None:
+        """Add the prompt just prefilled into a cache, up to ``kept_tokens``.
+
+        Args:
+            prompt: prompt of a single row.
+            state: state of processor and model when the prefill began; see ``confirm``.
+            cache: cache that begins with the prompt.
+        """
         stop = kept_tokens(prompt)
         ids, key = _ids(prompt)[:stop], (state, prompt.salt)
         if not stop or cache.longest_crop(stop) != stop:

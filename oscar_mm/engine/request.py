@@ -19,6 +19,7 @@ from oscar_mm.engine.decode_runner import RequestState
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.output_parsers.output_parser import OutputContext
 from oscar_mm.engine.output_processor import OutputProcessor
+from oscar_mm.engine.prefix_cache import ReaderState
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.engine.sampling import Sampling, token_sequences
@@ -125,7 +126,8 @@ class Request(RequestState):
         """The part of the prompt that is not in the cache."""
         self.chunks: Iterator[torch.Tensor | None] | None = None
         """Iterator that prefills the remaining chunks of a partly prefilled prompt."""
-        self.reader_state: object = None
+        self.reader_state: ReaderState | None = None
+        """State when memory was reserved; None if the prefix cache is not to keep the prompt."""
         """State of processor and model at admission, if the engine has a prefix cache."""
         self.reservation: object | None = None
         """Memory reservation, in effect while referenced."""

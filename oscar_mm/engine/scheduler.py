@@ -23,6 +23,7 @@ from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.prefill_runner import PrefillRunner
 from oscar_mm.engine.prefix_cache import (
     PrefixCache,
+    ReaderState,
     kept_tokens,
     processor_settings,
     shares_media,
@@ -267,6 +268,8 @@ class Scheduler:
         self._batches.settle_ended()
         if self._voices.live:
             self._batches.freed |= self._voices.step(others=self._reads_or_decodes)
+        if self.prefixes is not None and not (self.is_running or self.prefixes.is_confirmed):
+            self.prefixes.confirm(self.reader.state)  # Weights may be changed while it is idle.
 
     def _prepare(self) -> None:
         """Prepare to leave the idle state: return surplus pool memory, and drop the graphs if the
@@ -543,6 +546,7 @@ class Scheduler:
         prompt, cache, prefix = request.prompt, request.cache, None
         if self.prefixes is not None and not request.has_past:
             request.reader_state = self._reader_state(prompt)
+            self.prefixes.confirm(request.reader_state.weights)
             if request.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
                 prefix = self.prefixes.find(prompt, request.reader_state)
             prompt = self.family.marked(prompt, [kept_tokens(prompt)])
@@ -556,12 +560,11 @@ class Scheduler:
             raise
         request.unread, request.cache = prompt, cache
 
-    def _reader_state(self, prompt: Prompt) -> tuple[object, ...]:
-        """Return the state that keys and values depend on, apart from tokens and media: processor
-        settings, weights and adapters, among them the one that the prompt chooses."""
+    def _reader_state(self, prompt: Prompt) -> ReaderState:
+        """Return the present state that a prompt's keys and values depend on."""
         adapters = RowAdapters.of(self.family.model)
         own = None if adapters is None else adapters.digest(prompt.adapter)
-        return processor_settings(self.family.processor), self.reader.state, own
+        return ReaderState(processor_settings(self.family.processor), self.reader.state, own)
 
     def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
         growth = self.admission.growth(prompt, request.sampling.max_new_tokens, cache)
@@ -596,10 +599,9 @@ class Scheduler:
                 request.take(token)
                 if isinstance(request, SpokenRequest):
                     self._voices.add(request)
-            if self.prefixes is not None and not request.has_past and request.error is None:
-                state = self._reader_state(request.prompt)
-                if state == request.reader_state:  # Weights and settings are unchanged.
-                    self.prefixes.keep(request.prompt, state, request.cache)
+            state = request.reader_state
+            if self.prefixes is not None and state is not None and request.error is None:
+                self.prefixes.keep(request.prompt, state, request.cache)
             if not request.ended:
                 self._batches.join(request)
 

@@ -171,6 +171,24 @@ def test_never_across_processor_settings(folder) -> None:
     assert pipe.prefixes.hits == 1
 
 
+def test_never_if_the_model_was_changed_meanwhile(folder) -> None:
+    """A hook that appears during a prefill changes what the prefix holds, and may be removed."""
+    pipe = pipeline(OscarVLPipeline, folder)
+    layer = pipe.model.get_submodule("model.language_model.layers.1")
+    added = []
+
+    def add(*_: object) -> None:
+        if not added:
+            added.append(layer.register_forward_pre_hook(lambda _, given: (given[0] * 1.5,)))
+
+    with pipe.model.get_input_embeddings().register_forward_hook(add):
+        pipe([A], "What is it?", max_new_tokens=2)
+        pipe([B], "What is it?", max_new_tokens=2)  # with the hook
+        added[0].remove()
+        pipe([A], "What is it?", max_new_tokens=2)
+    assert pipe.prefixes.hits == 0
+
+
 def test_never_across_filters_of_sound(qwen3_omni_folder) -> None:
     """Mel filters are not a saved setting, but all audio passes through them."""
     pipe = pipeline(OscarOmniPipeline, qwen3_omni_folder)
