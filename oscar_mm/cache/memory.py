@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from oscar_mm.cache.block_table import SlotSet
+from oscar_mm.cache.block_table import PagePlaces, SlotSet
 from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.page_store import LayerPools
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
-from oscar_mm.policy import PLAIN
+from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
 
 KINDS = ("codes", "scales", "norms", "tails", "states", "marks", "tables", "unused")
@@ -216,6 +216,7 @@ def measure(
         tokens[stream.modality.label] += stream.tokens
     stored = SlotSet.of(kv_manager.streams())
     shared_in = cache(partial(stored.shared, kv_manager.allocators))
+    counted = cache(stored.by_modality)
     spare, alone = kv_manager.spare, kv_manager.holds_all(stored)
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
@@ -223,7 +224,7 @@ def measure(
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
         pools = kv_manager.store.layers[layer.index]
         before = sum(by_kind.values())
-        _add_pools(pools, stored, spare, by_kind, by_modality, alone=alone)
+        _add_pools(pools, counted, spare, by_kind, by_modality, alone=alone)
         shared = shared_in(pools.places)
         shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
         own = layer.overflow.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
@@ -253,7 +254,7 @@ def measure(
 
 def _add_pools(
     pools: LayerPools,
-    slots: SlotSet,
+    counted: Callable[[Bits, PagePlaces | None], Counter[str]],
     spare: int,
     by_kind: dict[str, int],
     by_modality: dict[str, int],
@@ -266,13 +267,13 @@ def _add_pools(
     have yet are not counted.
 
     Args:
-        slots: slots of the cache.
+        counted: ``SlotSet.by_modality`` of the cache's slots.
         spare: number of 16-bit slots reserved for the next tokens.
         alone: whether to include the free slots of the pools.
     """
     for bits, pool in pools.by_bits.items():
         stored = 0
-        for label, count in slots.by_modality(bits, pools.places).items():
+        for label, count in counted(bits, pools.places).items():
             there = min(count, pool.capacity - stored)
             stored += there
             by_modality[label] += there * pool.slot_bytes

@@ -522,8 +522,8 @@ class TurnRunner:
         def end() -> Answer:
             if voice is not None:
                 voice.settle()
-            answer = running_request.answer()
-            reason = "interrupted" if running_request.cancelled else answer.finish_reason
+            interrupted = running_request.cancelled
+            reason = "interrupted" if interrupted else running_request.written.finish_reason
             self._spillable.conversation = after(reason)
             self._spillable.answering = None
             before.cache.close()
@@ -534,7 +534,7 @@ class TurnRunner:
             if asked.turn is not None:
                 asked.turn.answered = True
                 asked.turn.close()
-            return replace(answer, memory=self.memory, prompt_tokens=prompt.tokens)
+            return replace(running_request.answer(self.memory), prompt_tokens=prompt.tokens)
 
         begun: Request | None = None
         voice: Voice | None = None

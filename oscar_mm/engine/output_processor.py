@@ -105,16 +105,20 @@ class OutputProcessor:
                 self._deltas.append(piece)
         return pieces
 
+    @property
+    def finish_reason(self) -> str:
+        """Why the answer ended, see ``Answer``; valid after ``finish``."""
+        count, sampling = len(self.token_ids), self._context.sampling
+        if self.stopped or count < sampling.max_new_tokens or sampling.includes(self.token_ids[-1]):
+            return "tool_calls" if self.tool_calls else "stop"
+        return "length"
+
     def answer(self, memory: MemoryReport, prompt_tokens: int, cached_tokens: int = 0) -> Answer:
         """Return the answer; call ``finish`` first."""
-        count, sampling = len(self.token_ids), self._context.sampling
+        count = len(self.token_ids)
         first = self._first or time.perf_counter()
         decode_s = (self._last or first) - first
-        ended = (
-            self.stopped or count < sampling.max_new_tokens or sampling.includes(self.token_ids[-1])
-        )
         span = self.reasoning_span
-        calls = self.tool_calls
         return Answer(
             text=self.text,
             token_ids=self.token_ids,
@@ -124,9 +128,9 @@ class OutputProcessor:
                 decode_s=decode_s,
                 tokens_per_s=(count - 1) / decode_s if decode_s else 0.0,
             ),
-            finish_reason=("tool_calls" if calls else "stop") if ended else "length",
+            finish_reason=self.finish_reason,
             prompt_tokens=prompt_tokens,
-            tool_calls=calls,
+            tool_calls=self.tool_calls,
             reasoning=None if span is None else span.text,
             reasoning_tokens=0 if span is None else span.tokens,
             cached_tokens=cached_tokens,

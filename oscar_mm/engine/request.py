@@ -281,9 +281,13 @@ class Request(RequestState):
                 self._memory = self.cache.memory()
             self.cache.close()
 
-    def answer(self) -> Answer:
-        """Return the answer so far."""
-        memory = self._memory or self.engine.call(self.cache.memory)
+    def answer(self, memory: MemoryReport | None = None) -> Answer:
+        """Return the answer so far.
+
+        Args:
+            memory: memory report for the answer; by default, that of its caches.
+        """
+        memory = memory or self._memory or self.engine.call(self.cache.memory)
         cached = self.prompt.tokens - self.unread.tokens
         answer = self.written.answer(memory, self.prompt_tokens, cached)
         answer = replace(answer, drafts=self.drafted, accepted_drafts=self.accepted)

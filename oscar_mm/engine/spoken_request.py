@@ -83,9 +83,10 @@ class SpokenRequest(Request):
         super().fail(error)
         self.voice.ended = True
 
-    def answer(self) -> Answer:
-        """Return the answer so far, with its speech."""
-        answer, spoken = super().answer(), self.engine.call(self._speech_memory)
+    def answer(self, memory: MemoryReport | None = None) -> Answer:
+        """Return the answer so far, with its speech; see ``Request.answer``."""
+        answer = super().answer(memory)
+        spoken = self.engine.call(self._speech_memory) if memory is None else None
         return replace(
             answer,
             speech=np.concatenate([np.zeros(0, np.float32), *self._spoken]),
