@@ -103,17 +103,19 @@ class AnswerTimes:
         self._metrics, self._arrival, self._last = metrics, arrival, arrival
         self.count = 0
 
-    def note(self) -> None:
-        """Record that a piece of text has just arrived."""
+    def note(self, pieces: int = 1) -> None:
+        """Record that pieces of text have arrived since the last ones, at even intervals."""
+        if not pieces:
+            return
         metrics, now = self._metrics, perf_counter()
-        if self.count:
-            metrics.inter_token_seconds.observe(now - self._last)
-            # The last piece may not be a separate token, so ``end`` counts the rest.
-            metrics.completion_tokens.inc()
-        else:
+        if not self.count:
             metrics.first_token_seconds.observe(now - self._arrival)
-        self._last = now
-        self.count += 1
+            self.count, self._last, pieces = 1, now, pieces - 1
+        for _ in range(pieces):
+            metrics.inter_token_seconds.observe((now - self._last) / pieces)
+        # The last piece may not be a separate token, so ``end`` counts the rest.
+        metrics.completion_tokens.inc(pieces)
+        self.count, self._last = self.count + pieces, now
 
     def end(self, completed: CompletedAnswer) -> None:
         """Record the tokens and the total time of the complete answer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import groupby
 from time import perf_counter
 from typing import cast
@@ -146,9 +146,8 @@ class RunningAnswer:
         running_request = self._running_request
         if running_request is None or self._left:
             return
+        self._add(running_request.take_pieces())
         self.slot.cost = token_cost(self._read, running_request.output_tokens)
-        for piece in running_request.take_pieces():
-            self._add(piece)
         # Only now, since an error of the tokenizer ends the request; the thread gets later pieces.
         if running_request.is_over:
             self._running_request = None
@@ -181,18 +180,20 @@ class RunningAnswer:
                 self._read = self._tokens_read(step)
                 return step
             if not isinstance(step, Chat | WholePrompt):
-                self._add(step)
+                self._add([step])
         return None
 
-    def _add(self, piece: Piece | Speech | CompletedAnswer) -> None:
-        if not piece:
-            return
-        if isinstance(piece, CompletedAnswer):
-            read = piece.prompt_tokens - piece.cached_tokens
-            self.slot.cost = token_cost(read, piece.tokens)
-        elif not isinstance(piece, Speech):
-            self._times.note()
-        self._pieces.append(piece)
+    def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer]) -> None:
+        """Buffer pieces that have arrived since the last ones."""
+        texts = 0
+        for piece in filter(None, pieces):
+            if isinstance(piece, CompletedAnswer):
+                read = piece.prompt_tokens - piece.cached_tokens
+                self.slot.cost = token_cost(read, piece.tokens)
+            elif not isinstance(piece, Speech):
+                texts += 1
+            self._pieces.append(piece)
+        self._times.note(texts)
 
     def _tokens_read(self, running: Request) -> int:
         """Return the tokens of earlier turns and of the prompt that were not in a cache."""
@@ -252,6 +253,9 @@ def joined(
     pieces: deque[Piece | Speech | CompletedAnswer],
 ) -> Iterator[Piece | Speech | CompletedAnswer]:
     """Remove and yield all pieces, merging adjacent pieces of reasoning, text or the same call."""
+    if len(pieces) == 1:
+        yield pieces.popleft()
+        return
     taken = [pieces.popleft() for _ in range(len(pieces))]
     for kind, group in groupby(taken, type):
         if issubclass(kind, str):
