@@ -21,7 +21,7 @@ from oscar_mm.apps.demo.charts import inspection_view
 from oscar_mm.apps.demo.conversation_list import conversation_list, ids_in
 from oscar_mm.apps.demo.curve_picture import curve_picture
 from oscar_mm.apps.demo.examples import Example
-from oscar_mm.apps.demo.hands_free import SPEAKING, Ears
+from oscar_mm.apps.demo.hands_free import SPEAKING, Ears, Question
 from oscar_mm.apps.demo.live_speech import in_16_bit
 from oscar_mm.apps.demo.measured_chat import UPDATES_PER_S
 from oscar_mm.apps.demo.memory_panel import (
@@ -105,60 +105,55 @@ class Handlers:
         steps = session.ask(text, files, **self._options(temperature, longest))
         yield from self._answer_from_box(session, steps, text, files, scenario)
 
-    def talk(
-        self,
-        request: gr.Request,
-        recording: str | None,
-        temperature: float,
-        longest: float,
-        *scenario: str,
-    ) -> Iterator[tuple]:
-        """Answer a recording of the microphone; also return the key of its speech once, and at the
-        end the whole speech."""
-        session, files = self._session(request), [recording] if recording else []
-        yield from self._answer_aloud(session, files, temperature, longest, scenario)
-
-    def hear(self, request: gr.Request, event: gr.EventData) -> str:
-        """Listen to a hands-free visitor, and end the answer that the visitor interrupts; return
-        what ``Ears.hear`` returns."""
+    def hear(self, request: gr.Request, event: gr.EventData) -> tuple[str, Any]:
+        """Listen to a visitor, and end the answer that the visitor interrupts; return what
+        ``Ears.hear`` returns, and the memory if it has grown by what was said."""
         session = self._session(request)
+        how = {"push": event.push is True, "ends": event.ends is True}
         with _errors_as_messages():
-            state = self._ears(session).hear(event.sound)
+            state = self._ears(session).hear(event.sound, **how)
         if state == SPEAKING and session.is_answering:
             session.stop()
-        return state
+        return state, memory_view(session) if session.read_heard() else _UNCHANGED
 
     def answer_heard(
         self, request: gr.Request, temperature: float, longest: float, *scenario: str
     ) -> Iterator[tuple]:
-        """Answer the questions that were heard, as ``talk`` does, after the one before."""
+        """Answer the questions that were heard, after the one before; also return the key of the
+        speech once, and at the end the whole speech."""
         session = self._session(request)
-        if files := self._ears(session).take():
-            session.wait_for_the_end()
-            yield from self._answer_aloud(session, files, temperature, longest, scenario)
+        options = self._options(temperature, longest)
+        if heard := self._ears(session).take():
+            try:
+                session.wait_for_the_end()
+                yield from self._answer_aloud(session, heard, options, scenario)
+            finally:
+                for question in heard:
+                    question.live.close()
 
     def _ears(self, session: Session) -> Ears:
         if session.ears is None:
-            session.ears = Ears(self.folder / secrets.token_hex(16), self.folder.parent)
+            folder = self.folder / secrets.token_hex(16)
+            session.ears = Ears(folder, self.folder.parent, session.begin_question)
         return session.ears
 
     def _answer_aloud(
         self,
         session: Session,
-        files: Sequence[str | Path],
-        temperature: float,
-        longest: float,
+        heard: Sequence[Question],
+        options: dict[str, Any],
         scenario: Sequence[str],
     ) -> Iterator[tuple]:
-        options = self._options(temperature, longest)
-        steps = session.ask("", files, is_talk=True, **options)
+        read = heard[0].live if len(heard) == 1 else None
+        files = [question.path for question in heard]
+        steps = session.ask("", files, is_talk=True, live=read, **options)
         key = ""
         for shown in self._answer(session, steps, gr.Audio(value=None)):
             new = session.aloud.key if session.aloud is not None else ""
-            yield *shown, _UNCHANGED, _UNCHANGED if new == key else new
+            yield *shown, _UNCHANGED if new == key else new
             key = new
         speech = session.conversation.speech
-        yield *self.all_parts(session, *scenario), _UNCHANGED, _as_sound(speech), _UNCHANGED
+        yield *self.all_parts(session, *scenario), _as_sound(speech), _UNCHANGED
 
     def retry(
         self, request: gr.Request, temperature: float, longest: float, *scenario: str

@@ -17,6 +17,7 @@ from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import Cancelled
 
 if TYPE_CHECKING:
+    from oscar_mm.apps.demo.live_question import LiveQuestion
     from oscar_mm.apps.demo.live_speech import LiveSpeech
     from oscar_mm.chat.chat import Chat
 
@@ -172,6 +173,7 @@ class MeasuredChat:
         stop: threading.Event,
         parts: Sequence[Any] = (),
         aloud: LiveSpeech | None = None,
+        live: LiveQuestion | None = None,
     ) -> Generator[str]:
         """Yield the answer so far, several times during generation and once at the end.
 
@@ -182,14 +184,21 @@ class MeasuredChat:
             stop: event that ends the answer; the text so far is kept.
             parts: texts and media of the question in order, if not all media precede the text.
             aloud: receiver of the speech, piece by piece; None for an answer in text.
+            live: the question itself, if it was read while it was said.
 
         Raises:
             InputError: see ``Chat.stream``; the chat remains unchanged.
         """
         before, turns = self.tokens, len(self.chat.turns)
-        asked: dict[str, Any] = {"prompt": question}
-        asked |= {kind: paths or None for kind, paths in media.items()}
-        stream = self.chat.stream(**({"parts": parts} if parts else asked), **options)
+        stream = None
+        if live is not None:
+            read = live.read_tokens
+            stream = live.stream(self, **{"speak": False, **options})
+            before += read if stream is not None else 0
+        if stream is None:
+            asked: dict[str, Any] = {"prompt": question}
+            asked |= {kind: paths or None for kind, paths in media.items()}
+            stream = self.chat.stream(**({"parts": parts} if parts else asked), **options)
         text, updated, self.reasoning, self.speech = "", 0.0, "", None
         try:
             if stop.is_set():
@@ -219,6 +228,20 @@ class MeasuredChat:
                 self.finish_reason = self.chat.turns[-1].finish_reason
                 self.measure()
         yield text
+
+    def note_heard(self, report: MemoryReport, tokens: int) -> None:
+        """Add a sample while a question is spoken.
+
+        Args:
+            report: memory report with what was read of the question.
+            tokens: number of tokens of the question that were read.
+        """
+        self.curve.add(report, self.tokens + tokens)
+
+    def note_forgotten(self) -> None:
+        """Drop the samples of a question that was not answered."""
+        if self.chat.answering is None:
+            self.curve.cut(self.tokens)
 
     def _read_by(self, frames: int) -> str:
         """Return the text that the talker has read after a number of frames: one token a frame."""

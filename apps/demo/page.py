@@ -195,16 +195,10 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
 
 
 def _talk_parts(handlers: Handlers) -> dict[str, Any]:
-    """Add a microphone for spoken questions, and a player if the model speaks."""
+    """Add buttons for spoken questions, and a player if the model speaks."""
     speaks = handlers.sessions.pipe.family.talker is not None
     with gr.Accordion("Talk", open=False, elem_id="aloud"):
         hands = _HTML(MARKUP, js_on_load=SCRIPT, elem_id="hands")
-        microphone = gr.Audio(
-            label="Ask aloud: the answer begins when you stop the recording",
-            sources=["microphone"],
-            type="filepath",
-            elem_id="microphone",
-        )
         spoken = gr.Audio(
             label="Answer",
             interactive=False,
@@ -215,8 +209,7 @@ def _talk_parts(handlers: Handlers) -> dict[str, Any]:
         )
         voice = _HTML(live_speech.MARKUP, js_on_load=live_speech.SCRIPT, elem_id="voice")
         key = gr.Textbox(label="Speech", visible="hidden")
-    parts = {"hands": hands, "microphone": microphone, "spoken": spoken}
-    return parts | {"voice": voice, "speech": key}
+    return {"hands": hands, "spoken": spoken, "voice": voice, "speech": key}
 
 
 def _limits_of(sessions: Sessions) -> str:
@@ -375,12 +368,9 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
     box = parts["message"]
     box.change(None, box, None, js=_THUMBNAIL_SCRIPT, **private)
     box.submit(handlers.ask, [box, *options, *scenario], [*all_outputs, box], **answer)
-    if "microphone" in parts:
-        microphone, speech = parts["microphone"], parts["speech"]
-        answered = [*all_outputs, microphone, parts["spoken"], speech]
-        microphone.stop_recording(
-            handlers.talk, [microphone, *options, *scenario], answered, **answer
-        )
+    if "hands" in parts:
+        speech = parts["speech"]
+        answered = [*all_outputs, parts["spoken"], speech]
         speech.change(None, speech, None, js=live_speech.PLAY_SCRIPT, **private)
         parts["stop"].click(None, None, None, js=f"() => {{ {live_speech.QUIET}; }}", **private)
         kept = parts["voice"].input(handlers.keep_heard, scenario, all_outputs, **private)
@@ -388,7 +378,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         kept.success(handlers.follow, scenario, all_outputs, **answer)
         told = gr.Textbox(label="Heard", visible="hidden")
         hands = parts["hands"]
-        heard = hands.input(handlers.hear, None, told, **private)
+        heard = hands.input(handlers.hear, None, [told, parts["memory"]], **private)
         heard.success(None, told, None, js=TOLD_SCRIPT, **private)
         heard.failure(None, None, None, js=FAILED_SCRIPT, **private)
         hands.submit(handlers.answer_heard, [*options, *scenario], answered, **answer)

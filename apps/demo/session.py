@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.conversation_list import MAX_TITLE, Summary, title_of
+from oscar_mm.apps.demo.live_question import LiveQuestion
 from oscar_mm.apps.demo.live_speech import LiveSpeech
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
 from oscar_mm.apps.demo.media_hint import media_hint
@@ -124,7 +125,13 @@ class Session:
         return sum(chat.curve.last.used_bytes for chat in self._chats)
 
     def ask(
-        self, text: str, files: Sequence[str | Path], *, is_talk: bool = False, **options: Any
+        self,
+        text: str,
+        files: Sequence[str | Path],
+        *,
+        is_talk: bool = False,
+        live: LiveQuestion | None = None,
+        **options: Any,
     ) -> Iterator[None]:
         """Ask a question, as a generator; each step updates ``exchanges`` with the answer so far.
 
@@ -135,6 +142,7 @@ class Session:
             files: paths of the question's media.
             is_talk: whether the question is a recording of the visitor, which needs no text; the
                 answer is then spoken if possible.
+            live: the recording, if the conversation has read it while it was made.
             options: options for the answer: max_new_tokens and temperature.
 
         Raises:
@@ -158,14 +166,20 @@ class Session:
             if is_talk:
                 self.aloud, exchange.speech = aloud, aloud.key
             try:
-                yield from self._answer(exchange, text, files)
+                yield from self._answer(exchange, text, files, live)
             finally:
                 aloud.end(exchange.answer)
         finally:
             self.active = None
             self._release()
 
-    def _answer(self, exchange: Exchange, text: str, files: Sequence[str | Path]) -> Iterator[None]:
+    def _answer(
+        self,
+        exchange: Exchange,
+        text: str,
+        files: Sequence[str | Path],
+        live: LiveQuestion | None,
+    ) -> Iterator[None]:
         try:
             exchange.question = bounded_text("message", text)
             # A chat accepts pictures without text, but the visitor probably forgot to ask.
@@ -178,7 +192,7 @@ class Session:
             yield
             before = len(self.conversation.chat.turns)
             try:
-                with closing(self._texts(self.conversation, exchange)) as texts:
+                with closing(self._texts(self.conversation, exchange, live)) as texts:
                     for exchange.answer in texts:
                         exchange.reasoning = self.conversation.reasoning
                         yield
@@ -222,7 +236,9 @@ class Session:
                 f"a limit of {tokens:,} tokens per answer exceeds the maximum of {longest:,}"
             )
 
-    def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
+    def _texts(
+        self, chat: MeasuredChat, exchange: Exchange, live: LiveQuestion | None = None
+    ) -> Generator[str]:
         # The answer with a 16-bit cache is only read.
         is_spoken = exchange.is_talk and chat is self.conversation
         speaks = is_spoken and chat.chat.can_speak
@@ -230,7 +246,7 @@ class Session:
             exchange.is_mute = True
         options = exchange.options | ({"speak": True} if speaks else {})
         asked = exchange.question, exchange.media, options, self._stop, _placed(exchange)
-        return chat.answer(*asked, self.aloud if speaks else None)
+        return chat.answer(*asked, self.aloud if speaks else None, live)
 
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
         """Answer with the 16-bit cache as well; end the comparison if this answer is incomplete."""
@@ -303,6 +319,24 @@ class Session:
         self._stop.set()
         for chat in self._chats:
             chat.chat.stop()
+
+    def begin_question(self, name: str) -> LiveQuestion:
+        """Begin a question that the visitor speaks, given the name of its recording."""
+        return LiveQuestion(self.conversation, name)
+
+    def read_heard(self) -> bool:
+        """Read what the visitor has said so far, unless an answer is running or being written;
+        return whether the memory has grown."""
+        live = None if self.ears is None else self.ears.live
+        if live is None or self._turn.locked():
+            return False
+        with self.unchanging(0) as still:
+            return still and live.read()
+
+    def stop_listening(self) -> None:
+        """Forget what the visitor is saying, since the visitor leaves."""
+        if self.ears is not None:
+            self.ears.forget()
 
     def keep_heard(self, key: str, seconds: float) -> None:
         """Remove what the visitor has not heard of the last answer, whose speech was silenced.
@@ -432,6 +466,7 @@ class Session:
         """Free the conversation once no answer is running and no write to disk is in progress."""
         self._closed = True
         self.stop()
+        self.stop_listening()
         if self._turn.acquire(timeout=_PATIENCE_S):
             self._close_chats()
             self._turn.release()

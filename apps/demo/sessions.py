@@ -158,6 +158,7 @@ class Sessions:
         """
         session = self.session(key)
         session.stop()
+        session.stop_listening()
         if session.converses:
             return self._admit(key, Session(self, settings or session.settings), apart=True)
         session.begin(settings)
@@ -307,6 +308,7 @@ class Sessions:
             if not session.converses:
                 del self._sessions[session_id]
         session.stop()
+        session.stop_listening()
         self._give_up([] if session.id in self._sessions else [session])
         self._give_up(self._expired())
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
+from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.chat.open_turn import OpenTurn, Recording
 from oscar_mm.engine.answer import Answer, AnswerStream
@@ -93,6 +94,12 @@ class Listening:
         """Number of tokens of the next question that are in the cache already."""
         with self._lock:
             return self._turn.tokens
+
+    @property
+    def memory(self) -> MemoryReport:
+        """Memory report of the chat with what is in the cache of the next question."""
+        with self._lock:
+            return self._chat.memory_with(self._turn)
 
     def hear(self, samples: np.ndarray, *, read: bool = True) -> None:
         """Add the next samples, and read the blocks that they complete.

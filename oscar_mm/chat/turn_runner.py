@@ -146,10 +146,15 @@ class TurnRunner:
     @property
     def memory(self) -> MemoryReport:
         """Memory report of the chat; bytes that forks share appear in the report of each fork."""
+        return self.memory_with(None)
+
+    def memory_with(self, turn: OpenTurn | None) -> MemoryReport:
+        """Return the memory report of the chat with what was read of an open turn, if anything."""
 
         def measure() -> MemoryReport:
             now = self._spillable.drop_reasoning()
-            found = (now.kv if now.kv is not None else self._new_cache()).memory()
+            cache = now.kv if turn is None or turn.cache is None else turn.cache
+            found = (cache if cache is not None else self._new_cache()).memory()
             heard = now.heard.cache
             return found if heard is None else found.with_speech(heard.memory())
 

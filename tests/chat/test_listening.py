@@ -166,8 +166,12 @@ def test_what_is_heard_during_an_answer_waits(pipe) -> None:
         listening.hear(second)
         assert listening.read_tokens == 0
         same(stream.complete(), other.ask("One?", audio=(first, RATE), **HOW))
+        assert listening.memory.tokens == chat.memory.tokens
         listening.catch_up()
         assert listening.read_tokens > 200
+        now, past = listening.memory, chat.memory
+        assert now.tokens["audio"] == past.tokens["audio"] + 208
+        assert now.by_modality["audio"] > past.by_modality["audio"]
         same(listening.ask("Two?", **HOW), other.ask("Two?", audio=(second, RATE), **HOW))
 
 

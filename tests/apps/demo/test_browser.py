@@ -523,9 +523,10 @@ def test_screen_readers_and_weak_eyes_make_sense_of_the_page(served, uploads, si
             check(tab)
         window.press("Talk")
         check("Talk")
-        click_when_there(window, "#microphone .record-button")
-        window.wait(lambda: window.all("#microphone time"), "the recording")
-        check("recording")
+        click_when_there(window, "#hands .free")
+        window.wait(lambda: window.all("#hands [aria-pressed=true]"), "the microphone")
+        check("listening")
+        click_when_there(window, "#hands .free")
         window.press("Talk")
         window.press("Compare")
         # A new chat keeps the settings of the example, which compares.

@@ -4,9 +4,11 @@ import asyncio
 import base64
 import json
 import math
+import wave
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
@@ -18,6 +20,7 @@ from oscar_mm.apps.demo.handlers import Handlers
 from oscar_mm.apps.demo.live_speech import LiveSpeech
 from oscar_mm.apps.demo.measured_chat import MemorySample
 from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.models import SAMPLES
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from tests.apps.demo.conftest import COMPACT
 from tests.pipelines.conftest import NEVER
@@ -55,22 +58,22 @@ def test_answers_are_spoken_unless_the_talker_missed_media(talking, uploads) -> 
     assert "Not spoken" in session.exchanges[-1].hint
 
 
-def test_the_page_gets_the_text_first_and_then_the_speech(
-    talking, uploads, tmp_path, monkeypatch
-) -> None:
-    handlers, session = Handlers(talking, tmp_path), talking.session("a")
+def test_the_page_gets_the_text_first_and_then_the_speech(talking, uploads, monkeypatch) -> None:
+    handlers, session = Handlers(talking, uploads / "made"), talking.session("a")
     monkeypatch.setattr(handlers, "_session", lambda _: session)
     request: Any = None
     scenario = "H100", "Qwen3-VL-8B", "32K tokens"
-    steps = handlers.talk(request, str(uploads / "tone.wav"), 0.0, 9, *scenario)
-    *shown, last = [*steps]
+    push(handlers, SAMPLES / "clips" / "01.wav")
+    steps = handlers.answer_heard(request, 0.0, 9, *scenario)
+    first, *shown, last = [*steps]
+    assert first[-2] != gr.skip()  # The player is emptied.
     answer = session.turns[0].answer
     assert shown and all(one[-2] == gr.skip() for one in shown)
     assert escape(answer.strip()[:4]) in last[0]
     rate, samples = last[-2]
     assert rate == 24_000 and samples.dtype == np.int16 and np.abs(samples).max() > 100
     # The key comes once, and names what the page may play meanwhile.
-    keys = [one[-1] for one in (*shown, last) if one[-1] != gr.skip()]
+    keys = [one[-1] for one in (first, *shown, last) if one[-1] != gr.skip()]
     spoken = talking.speech(keys[0])
     assert len(keys) == 1 and spoken is not None and talking.speech("") is None
     *lines, end = asyncio.run(lines_of(spoken))
@@ -80,6 +83,17 @@ def test_the_page_gets_the_text_first_and_then_the_speech(
     said = [line["said"] for line in lines]
     assert said[2] == answer
     assert 0 < len(said[0]) < len(said[1]) and answer.startswith(said[0].rstrip("\ufffd"))
+
+
+def push(handlers: Handlers, recording: Path) -> None:
+    """Push to talk."""
+    with wave.open(str(recording)) as file:
+        sound = file.readframes(file.getnframes())
+    for begin in range(0, len(sound), 64_000):
+        part = base64.b64encode(sound[begin : begin + 64_000]).decode()
+        event: Any = SimpleNamespace(sound=part, push=True, ends=begin + 64_000 >= len(sound))
+        request: Any = None
+        handlers.hear(request, event)
 
 
 async def lines_of(spoken: LiveSpeech) -> list[dict[str, Any]]:
