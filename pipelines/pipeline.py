@@ -399,9 +399,9 @@ class Pipeline:
         return twin
 
     def _free_outside_windows(self, store: PageStore) -> None:
-        """Let layers with sliding windows store only what windows reach, unless prompts may share a
-        prefix, whose windows may end anywhere."""
-        if self.prefixes is None and store.ranks.count == 1:
+        """Let layers with sliding windows store only what windows reach; not with tensor
+        parallelism."""
+        if store.ranks.count == 1:
             store.free_outside_windows(self.family.windows)
 
     def release_graphs(self) -> None:

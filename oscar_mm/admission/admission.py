@@ -323,7 +323,8 @@ class Admission:
             cache: cache that the prompt continues.
         """
         # An index of an array, since an operation on a tensor would let other threads run first.
-        return self._growth(prompt.modalities.numpy()[0], max_new_tokens, cache)
+        found = self._growth(prompt.modalities.numpy()[0], max_new_tokens, cache)
+        return replace(found, marks=len(prompt.marks))
 
     def growth_bytes(self, growth: SlotForecast) -> int:
         """Return the peak number of bytes that a forecast adds."""

@@ -299,6 +299,10 @@ class KVBudget:
                 is dropped or spilled.
         """
         used = self.taken_bytes
+        if used + needed <= self.limit:
+            return
+        self._sweep()
+        used = self.taken_bytes
         short = used + needed - self.limit
         if short <= 0:
             return
@@ -316,11 +320,17 @@ class KVBudget:
         while self.taken_bytes + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
+                self._sweep()
                 continue
             others = self._others(chat)
             if not others:
                 return
             min(others, key=self._last_use.__getitem__).spill(self.new_file())
+
+    def _sweep(self) -> None:
+        """Free the pages of layers with sliding windows that no window reaches any more."""
+        for store in self.stores:
+            store.sweep()
 
     def _others(self, chat: Spillable | None) -> list[Spillable]:
         if self.folder is None:

@@ -618,6 +618,24 @@ class PageStore:
 
         return self._bytes(counts, device)
 
+    def reached_bytes(self, rows: Sequence[SequenceTable], marks: Iterable[int]) -> int:
+        """Return the bytes of the slots of sequences; in layers with sliding windows, of those that
+        windows at their ends and marks reach.
+
+        Args:
+            rows: the sequences, for reading only.
+            marks: lengths to which they may be cropped.
+        """
+        slots = SlotSet.of(stream for row in rows for stream in row.streams.values()).counts
+
+        def counts(places: WindowPages | None) -> Mapping[Bits, int]:
+            if places is None:
+                return slots
+            reached = places.reached(reach_of(row, marks, places.window) for row in rows)
+            return slots | {bits: len(pages) for bits, pages in reached.items()}
+
+        return self._bytes(counts, None)
+
     def used_bytes(self, device: torch.device) -> int:
         """Return the bytes of slots with an owner in the layers on a device."""
         return self._bytes(

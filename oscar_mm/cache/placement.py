@@ -354,22 +354,24 @@ class SlotForecast:
         held: bits -> number of all slots of the sequence.
         added: bits -> number of newly allocated slots. Slots that the sequence had before are not
             released meanwhile, since a turn continues a fork.
+        marks: number of the prompt's marks, whose windows are stored too.
     """
 
     held: dict[Bits, np.ndarray]
     added: dict[Bits, np.ndarray]
+    marks: int = 0
 
     def in_window(self, window: int) -> SlotForecast:
         """Return the forecast for layers with a sliding window that store only what it reaches.
 
         This is an upper bound for one request: while a prompt is read in chunks, the windows at
-        both ends of a chunk are stored, and that of a mark. Windows that a chat keeps for further
-        marks are not counted.
+        both ends of a chunk are stored, and those of its marks or that of one mark.
 
         Args:
             window: size of the window in tokens.
         """
-        most = 3 * -(-window // PAGE_TOKENS) + 2 * len(Modality)
+        marks = max(1, self.marks)
+        most = (2 + marks) * -(-window // PAGE_TOKENS) + (1 + marks) * len(Modality)
         held, added = (
             {bits: np.minimum(x, most) if bits.packed else x for bits, x in counts.items()}
             for counts in (self.held, self.added)
@@ -383,6 +385,7 @@ class SlotForecast:
         return SlotForecast(
             held={bits: counts[:stop] for bits, counts in self.held.items()},
             added={bits: counts[:stop] for bits, counts in self.added.items()},
+            marks=self.marks,
         )
 
 

@@ -317,7 +317,7 @@ class SavedCache:
         if self.lacks_pages and (store is None or not store.windows):
             raise InputError(
                 "the saved cache lacks pages that no sliding window reached any more, but here all "
-                "pages are kept: load it in a pipeline without prefix cache and tensor parallelism"
+                "pages are kept: load it in a pipeline without tensor parallelism"
             )
         cache = OscarCache(self.policy, store=store)
         try:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.memory import token_bytes
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.modality import MediumSpan
 from oscar_mm.pages.layout import PAGE_TOKENS
@@ -124,6 +123,19 @@ class _Entry:
         return length
 
 
+class Match(NamedTuple):
+    """Result of ``PrefixCache.find``.
+
+    Attributes:
+        cache: fork with the longest prefix that can be continued; None if there is none.
+        shared: number of the prompt's leading tokens that some entry has, although perhaps none can
+            be continued there; 0 if these are fewer than ``MIN_TOKENS``.
+    """
+
+    cache: OscarCache | None
+    shared: int
+
+
 class PrefixCache:
     """Frozen forks of caches, keyed by the prompts that they contain.
 
@@ -138,8 +150,9 @@ class PrefixCache:
     that neither the number of cached tokens nor the time of a request reveals a single token of
     another prompt. Prompts with different ``Prompt.salt`` share nothing.
 
-    If the model keeps states (Qwen3.5), an entry can be shared only as a whole, or up to where the
-    entry itself continued another one: states of other lengths are not kept.
+    If the model keeps states (Qwen3.5) or has sliding windows, an entry can be shared only up to
+    its end or one of its marks: states and windows of other lengths are not kept. A prompt that
+    could have shared more gets a mark there (``Match.shared``), so that later prompts can.
 
     Tokens after a shared prefix attend to its pages. With policy "bf16", this changes nothing. With
     packed pages, the answer may differ slightly from that of a prompt prefilled in a single pass,
@@ -182,8 +195,8 @@ class PrefixCache:
             f"{self.misses} misses, {self.tokens_saved:,} tokens saved"
         )
 
-    def find(self, prompt: Prompt, state: ReaderState) -> OscarCache | None:
-        """Return a fork with the longest cached prefix of a prompt; None if there is none.
+    def find(self, prompt: Prompt, state: ReaderState) -> Match:
+        """Return a fork with the longest cached prefix of a prompt.
 
         The prefix never covers the whole prompt: at least one token remains to be prefilled.
 
@@ -191,23 +204,27 @@ class PrefixCache:
             prompt: prompt of a single row.
             state: present state of processor and model; only entries with an equal state match.
         """
-        ids, best, longest = _ids(prompt), None, MIN_TOKENS - 1
+        ids, best, longest, shared = _ids(prompt), None, MIN_TOKENS - 1, 0
         key = state, prompt.salt
         for entry in self._entries:
             length = _whole(entry.common(key, ids[:-1], prompt), prompt.media)
+            if length <= longest:
+                continue
+            shared = max(shared, length)
             length = _whole(entry.cache.longest_crop(length), prompt.media)
             if length > longest and length == entry.cache.longest_crop(length):
                 best, longest = entry, length
         if best is None:
             self.misses += 1
-            return None
+            return Match(None, shared)
         self._entries.remove(best)
         self._entries.append(best)
         self.hits += 1
         self.tokens_saved += longest
         cache = best.cache.fork()
         cache.crop(longest - cache.get_seq_length())
-        return cache
+        cache.mark()  # A length that is shared once may be shared again.
+        return Match(cache, shared)
 
     @property
     def is_confirmed(self) -> bool:
@@ -248,7 +265,8 @@ class PrefixCache:
                 self._drop(entry)
         frozen = cache.fork()
         frozen.crop(stop - frozen.get_seq_length())
-        size = token_bytes(frozen.kv_manager, 0, stop) + frozen.state_bytes
+        manager = frozen.kv_manager
+        size = frozen.store.reached_bytes(manager.tables, manager.marks.kept) + frozen.state_bytes
         if size > self.limit:
             frozen.close()
             return

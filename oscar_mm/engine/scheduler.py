@@ -543,13 +543,13 @@ class Scheduler:
         Raises:
             MemoryBusy: if other requests have reserved the memory; nothing has changed then.
         """
-        prompt, cache, prefix = request.prompt, request.cache, None
+        prompt, cache, prefix, shared = request.prompt, request.cache, None, 0
         if self.prefixes is not None and not request.has_past:
             request.reader_state = self._reader_state(prompt)
             self.prefixes.confirm(request.reader_state.weights)
             if request.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
-                prefix = self.prefixes.find(prompt, request.reader_state)
-            prompt = self.family.marked(prompt, [kept_tokens(prompt)])
+                prefix, shared = self.prefixes.find(prompt, request.reader_state)
+            prompt = self.family.marked(prompt, [shared, kept_tokens(prompt)])
         if prefix is not None:
             prompt, cache = remaining(prompt, prefix.get_seq_length()), prefix
         try:

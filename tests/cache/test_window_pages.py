@@ -233,7 +233,7 @@ def test_a_file_without_all_pages_needs_a_store_with_windows(model: Any, tmp_pat
     load_cache(tmp_path / "short", fingerprint="x", store=keeps)
     read(model, cache, tokens(600))
     save_cache(cache, tmp_path / "long", fingerprint="x")
-    with pytest.raises(InputError, match=r"lacks pages .* without prefix cache"):
+    with pytest.raises(InputError, match=r"lacks pages .* without tensor parallelism"):
         load_cache(tmp_path / "long", fingerprint="x", store=keeps)
 
 
@@ -326,13 +326,6 @@ def test_undo_of_too_early_turns_is_refused(folder: Path) -> None:
             chat.undo()
     assert 0 < len(chat.turns) < 7
     assert chat.ask("Why?", max_new_tokens=2).token_ids
-
-
-def test_pipelines_with_shared_prefixes_keep_all_pages(folder: Path) -> None:
-    """Another prompt may share a prefix that ends anywhere."""
-    pipe = OscarVLPipeline(folder, policy=POLICIES["stream"], device="cpu", prefix_cache="1GB")
-    assert not pipe.store.window_pages
-    assert pipe.with_policy("compact").store.window_pages
 
 
 def test_forecasts_bound_what_a_long_prompt_takes(

@@ -433,6 +433,19 @@ def test_texts_share_whole_pages(pipe) -> None:
         assert sharing.prefixes.tokens_saved - before == tokens
 
 
+def test_a_beginning_is_shared_from_the_third_prompt_on(pipe) -> None:
+    """The second prompt finds no states where it parts from the first, and keeps its own there."""
+    sharing, system = like(pipe, prefix_cache="1GB"), "Answer in one sentence, please. " * 60
+    assert sharing.prefixes is not None
+    whole = pipe.prepare([user_message(system, [])], Media()).tokens // 128 * 128
+    for prompt, tokens in (("What? " * 100, 0), ("Who? " * 150, 0), ("Why? " * 200, whole)):
+        before = sharing.prefixes.tokens_saved
+        answer = sharing(prompt=prompt, system=system, max_new_tokens=TOKENS)
+        expected = pipe(prompt=prompt, system=system, max_new_tokens=TOKENS)
+        assert answer.token_ids == expected.token_ids
+        assert sharing.prefixes.tokens_saved - before == tokens
+
+
 def test_only_so_many_states_are_kept(pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     chat, each = pipe.chat(), pipe.admission._state_bytes.total()
     monkeypatch.setattr(states_module, "MARK_BYTES", 2 * each)
