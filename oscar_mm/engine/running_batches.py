@@ -321,8 +321,8 @@ class RunningBatches:
             cache: cache that the prompt is written to.
         """
         if self._thread.has_calls:
-            self.settle_ended()
-            with cache.paused():
+            with cache.paused():  # Answers that end sweep pages, which this pass has yet to read.
+                self.settle_ended()
                 self._thread.run_calls()
 
     @property

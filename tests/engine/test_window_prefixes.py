@@ -22,10 +22,12 @@ import torch
 from oscar_mm import KVPolicy, OscarCache, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.page_store import PageStore
+from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.message import user_message
 from oscar_mm.engine.prefill import read_in_chunks
 from oscar_mm.engine.prefix_cache import Match, PrefixCache, kept_tokens
 from oscar_mm.engine.prompt import Prompt, remaining
+from oscar_mm.engine.running_batches import RunningBatches
 from oscar_mm.errors import MemoryBusy
 from oscar_mm.media.media import Media
 from tests.cache.invariants import STREAM
@@ -139,6 +141,27 @@ def test_forecasts_bound_what_prompts_take(folder: Path, monkeypatch: pytest.Mon
     for one in ask:
         small(max_new_tokens=2, **one)
     assert small.prefixes is not None and 0 < len(small.prefixes) < 4
+
+
+def test_what_ends_between_two_layers_frees_nothing_that_they_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = {"prompt": text(2500), "max_new_tokens": 4, "temperature": 0, "logprobs": 0}
+    expected = pipeline(folder, prefill_chunk=256)(**ask)
+    pipe, settle_ended = pipeline(folder, prefill_chunk=256), RunningBatches.settle_ended
+    sweeps = list[int]()
+
+    def settle(batches: RunningBatches) -> None:
+        settle_ended(batches)
+        pipe.store.sweep()  # As after an answer.
+        sweeps.append(pipe.store.paused)
+
+    monkeypatch.setattr(RunningBatches, "settle_ended", settle)
+    monkeypatch.setattr(EngineThread, "has_calls", True)
+    with poisoned():
+        answer = pipe(**ask)
+    assert len(sweeps) >= 2 * len(pipe.model.get_decoder().layers)
+    assert answer.logprobs == expected.logprobs
 
 
 def walk(pipe: OscarVLPipeline, seed: int, steps: int) -> list[list[int]]:
@@ -366,7 +389,7 @@ def check_crowd(folder: Path, policy: str, seed: int, count: int, spilled: Path)
     for name, (answer, logprobs) in found.items():
         expected = pipe.engine.call(partial(twins.logprobs, name, answer, 512))
         assert logprobs[0] == pytest.approx(expected[0], abs=1e-4)
-        assert logprobs == pytest.approx(expected, abs=0.1)
+        assert logprobs == pytest.approx(expected, abs=0.2)
 
 
 def test_requests_together_answer_as_with_all_pages(folder: Path, tmp_path: Path) -> None:
