@@ -31,7 +31,7 @@ class RequestQueue:
 
     Attributes:
         workers: limiter of the threads that read requests and complete answers.
-        watchers: functions to call after each step of the model.
+        watchers: functions to call after steps of the model, see ``Service.steps``.
         closing: tasks that are closing answers.
     """
 

@@ -32,7 +32,7 @@ class RunningAnswer:
     """An answer that is being generated, with a buffer of pieces not yet consumed.
 
     A thread reads the request and runs until the first piece of the answer; another thread
-    completes the answer. No thread is needed in between: new pieces are collected after each step.
+    completes the answer. No thread is needed in between: new pieces are collected after steps.
 
     Args:
         places: request queue, to which the answer returns its slot.

@@ -552,6 +552,23 @@ def test_streams_take_no_threads(omni) -> None:
         assert metrics(address, None)["oscar_mm_decoding"] == 5
 
 
+def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> None:
+    from oscar_mm.apps.serve import service
+
+    with served(omni) as address:
+        how = {"stream": True, "max_tokens": 60}
+        usual = list(ask(client_of(address), user("Why?"), **how))
+        # As if sending took fifty times as long.
+        monkeypatch.setattr(service, "_SENDING_SHARE", service._SENDING_SHARE / 50)
+        rare = list(ask(client_of(address), user("Why?"), **how))
+        counted = metrics(address, None)
+    texts = [[part.choices[0].delta.content or "" for part in one] for one in (usual, rare)]
+    assert "".join(texts[0]) == "".join(texts[1])
+    assert len(rare) < len(usual) - 10
+    assert rare[-1].choices[0].finish_reason == "length"
+    assert counted['oscar_mm_tokens_total{kind="completion"}'] == 120
+
+
 @pytest.mark.slow
 def test_a_client_that_does_not_read_stops_nobody(omni) -> None:
     with served(omni, max_new_tokens=4000) as address:
