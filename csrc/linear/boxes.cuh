@@ -13,17 +13,19 @@ constexpr int COLUMNS_OF_SCALE = WEIGHT_BITS == 4 ? GROUP_COLUMNS : SCALE_COLUMN
 constexpr int SPAN_SCALES = SPAN * PIECE / COLUMNS_OF_SCALE;  // of a row of a box
 constexpr int SCALES_AT = GRAIN * BOX_ROW;                    // in a stage
 constexpr int ZEROS_AT = SCALES_AT + GRAIN * SPAN_SCALES * int(sizeof(SCALE));
+// Bytes of a stage: a box with its scales and, with INT4, its zero points.
 constexpr int STAGE =
     (ZEROS_AT + (WEIGHT_BITS == 4 ? GRAIN * SPAN_SCALES : 0) + 127) / 128 * 128;
 constexpr int TILE = 8;              // rows of a product
 constexpr int TILES = GRAIN / TILE;  // of a box
-static_assert(GRAIN == 16, "two tiles, scales of a row for each lane that requests them");
+static_assert(GRAIN == 16, "two tiles; lanes 0 to 15 of a warp request the scales of one row each");
 
-// Rows of a matrix whose weights are copied together.
+// GRAIN rows of a matrix, from `row` on, whose weights are copied together.
 struct Box {
   int matrix, row;
 };
 
+// Copy BYTES to shared memory asynchronously: any power of two from 4 to 16, or a multiple of 16.
 template <int BYTES>
 __device__ __forceinline__ void copy_row(uint32_t target, const void* from) {
   constexpr int AT_ONCE = BYTES < 16 ? BYTES : 16;
@@ -35,7 +37,7 @@ __device__ __forceinline__ void copy_row(uint32_t target, const void* from) {
 }
 
 // Request the scales and zero points of a box in a span; called by all lanes of a warp. Rows beyond
-// the matrix, whose products are not used, have those of its last one.
+// the matrix, whose products are not used, take those of the last row.
 __device__ __forceinline__ void request_scales(const Matrices& matrices, const Box& box, int span,
                                                uint32_t stage, int lane) {
   if (lane >= GRAIN) return;

@@ -9,8 +9,8 @@
 struct Elements {
   uint4 chunks[LOADS][CHUNKS];
 
-  // FIXED: whether no kernel writes the elements, as the norm's weight. For x, L1 is bypassed: a
-  // preceding kernel may have written x while this one was running.
+  // FIXED: whether no kernel writes the elements, such as those of the norm's weight. For x, L1 is
+  // bypassed: a preceding kernel may have written x while this one was running.
   template <bool FIXED = false>
   __device__ __forceinline__ void load(const ELEMENT* row, int piece, int lane) {
 #pragma unroll
@@ -48,12 +48,12 @@ struct Elements {
   }
 };
 
-// A piece of x as factors: the eight lanes of each row have its elements, in the order of weights.
-// The other numbers are those of this lane's products: of row lane % 4, and the half of the lanes'
-// piece of weights.
+// A piece of x as factors, in the order of weights. Lanes divide the factors differently from the
+// products: this lane has factors of row lane / 8 of x, but its products are with row lane % 4, in
+// the left or right half of a line of weights (pieces.cuh).
 struct Factors {
   uint4 chunks[LOADS][CHUNKS];
-  float undo[LOADS];    // by which products must be multiplied
+  float undo[LOADS];  // what this lane's products must be multiplied by
 
   __device__ __forceinline__ void convert(const Elements& x, int lane) {
     const int owner = lane % 4 * 8 + lane / 4 % 2 * 4;
@@ -130,26 +130,26 @@ __device__ __forceinline__ void bring_to_l1(const ELEMENT* from, int lane) {
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(unused) : "l"(from + lane * 64));
 }
 
-// The x of a warp.
+// The part of x that a warp multiplies.
 class RowsOfX {
  public:
   // Bytes of shared memory.
   __device__ __forceinline__ static int bytes(int) { return 0; }
 
-  // column: of the warp, of `columns`.
+  // column: index of the warp among the `columns` that divide the width.
   __device__ __forceinline__ RowsOfX(const ELEMENT* x, const ELEMENT* norm, float epsilon,
                                      int width, int column, int columns, uint8_t*)
       : row_(x + min(threadIdx.x % 32 / 8, ROWS - 1) * width), norm_(norm), epsilon_(epsilon),
         width_(width), column_(column), columns_(columns) {}
 
-  // Bring what no kernel writes; before the preceding kernel has ended.
+  // Bring the norm's weight to L1. No kernel writes it, so the preceding one may still be running.
   __device__ __forceinline__ void request_norm() const {
     if (norm_ != nullptr) bring_to_l1(norm_ + column_ * SPAN * PIECE, threadIdx.x % 32);
   }
 
   __device__ __forceinline__ void request() { load_span(column_); }
 
-  // Called by all threads.
+  // Compute the scale of RMSNorm; called by all threads.
   __device__ __forceinline__ void prepare(float (&squares)[MOST_WARPS][ROWS]) {
     if (norm_ == nullptr) return;
     const int lane = threadIdx.x % 32, spans = width_ / (SPAN * PIECE);
@@ -174,14 +174,14 @@ class RowsOfX {
     scale_ = rsqrtf(sum / width_ + epsilon_);
   }
 
-  // Load a further span of the warp.
+  // Load the next span of the warp.
   __device__ __forceinline__ void load_span(int span) {
 #pragma unroll
     for (int p = 0; p < SPAN; ++p) x_[p].load(row_, span * SPAN + p, threadIdx.x % 32);
   }
 
-  // Get the operand for the span that was loaded last.
-  __device__ __forceinline__ void take(Operand& operand, int span) {
+  // Convert the span that was loaded last.
+  __device__ __forceinline__ void get_operand(Operand& operand, int span) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int p = 0; p < SPAN; ++p) {
@@ -212,8 +212,8 @@ struct Products {
       for (int p = 0; p < SPAN; ++p) multiply(found[tile], stage, tile, p, x[p], lane);
   }
 
-  // Add the sums of both halves of the columns, and give each sum to one lane: use(row of the box,
-  // row of x, sum).
+  // Add the sums of both halves of the columns, and call use(row of the box, row of x, sum) in one
+  // lane for each sum.
   template <typename Use>
   __device__ __forceinline__ void for_each(int lane, Use use) const {
     const bool right = lane / 4 % 2;

@@ -3,8 +3,8 @@
 // times the power of two that makes the group's largest at least 2^20, in three signed digits of
 // eight bits. bfloat16 elements down to 2^-13 of the largest become integers exactly (float16:
 // 2^-10); others are rounded by at most 2^-21 of the largest. Sums of products with integers are
-// exact. Digits are the columns of the operand for x: digit lane % 4 of a lane's products, of which
-// the last one is 0.
+// exact. The digits are columns of the operand for x: a lane's products are with digit lane % 4,
+// where digit 3, which does not exist, counts as 0.
 //
 // Compiled with: ROWS (1 or 2), MOST_WARPS, the macros of boxes.cuh (WEIGHT_BITS 4).
 #pragma once
@@ -15,9 +15,9 @@ constexpr int DIGITS = 3;
 constexpr int CHUNK = 8;  // elements that a thread converts together, and codes in a word
 constexpr int GROUP_LANES = GROUP_COLUMNS / CHUNK;
 
-// What products with a group need besides its digits.
+// What corrects products with the digits of a group: (product - zero * total) * undo.
 struct alignas(16) GroupOfX {
-  float undo;          // number by which products must be multiplied
+  float undo;          // of digit 0; times 2^8 for each further digit
   int totals[DIGITS];  // sums of the digits
 };
 
@@ -32,7 +32,8 @@ struct Integers {
         groups(reinterpret_cast<GroupOfX*>(memory + ROWS * DIGITS * width)),
         chunks(width / CHUNK) {}
 
-  // Store a chunk of all rows' ones; called by whole warps, whose lanes have consecutive chunks.
+  // Store a chunk, counted through all rows; called by whole warps, whose lanes have consecutive
+  // chunks.
   __device__ __forceinline__ void store(int chunk, const uint4& eight) const {
     const uint32_t pairs = __vmaxu2(__vmaxu2(magnitudes(eight.x), magnitudes(eight.y)),
                                     __vmaxu2(magnitudes(eight.z), magnitudes(eight.w)));
@@ -42,7 +43,8 @@ struct Integers {
       largest = max(largest, __shfl_xor_sync(~0u, largest, step));
     const float bound =
         static_cast<float>(bits_as<ELEMENT>(static_cast<unsigned short>(largest)));
-    // The largest integer is at least 2^20 and less than 2^21.
+    // The largest integer is at least 2^20 and less than 2^21. It is smaller where undo would be
+    // subnormal otherwise.
     const uint32_t exponent = max(__float_as_uint(bound) >> 23, 21u);
     const float scale = __uint_as_float((274 - exponent) << 23);
     uint32_t integers[CHUNK];
@@ -74,7 +76,8 @@ struct Integers {
   __device__ __forceinline__ static uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fff; }
 
   // Round a pair times a scale to integers, and add 2^23 + 2^15 + 2^7, so that each of the last
-  // three bytes is a digit plus 128. A float of 2^23 to 2^24 has an integer in its last bits.
+  // three bytes is a digit plus 128. A float from 2^23 to 2^24 has an integer in its last 23 bits;
+  // 2^23 + 2^22 keeps sums of either sign there, and another 2^22 is added to the bits.
   __device__ __forceinline__ static void convert(uint32_t& first, uint32_t& second, uint32_t pair,
                                                  float scale) {
     constexpr float ADDED = (3 << 22) + (1 << 15) + (1 << 7);
@@ -83,6 +86,7 @@ struct Integers {
     second = __float_as_uint(fmaf(two.y, scale, ADDED)) + (1 << 22);
   }
 
+  // Return a digit of four integers as signed bytes: a byte of each, less 128.
   __device__ __forceinline__ static uint32_t four_digits(int digit, uint32_t a, uint32_t b,
                                                          uint32_t c, uint32_t d) {
     const uint32_t bytes = digit | (digit + 4) << 4;
@@ -90,20 +94,20 @@ struct Integers {
   }
 };
 
-// What this lane's products with a group need besides its digits.
-struct OfProducts {
+// The undo and total of one digit of a group.
+struct Correction {
   float undo;
   int total;
 };
 
-// A piece of a row of x: eight lanes have digit lane / 8, in the order of weights. The other
-// numbers are those of this lane's products: of digit lane % 4, and the half of the lanes' piece of
-// weights.
+// A piece of a row of x, in the order of weights. Lanes divide the digits differently from the
+// products: this lane has elements of digit lane / 8, but its products and their corrections are
+// with digit lane % 4, in the left or right half of a line of weights (pieces.cuh).
 struct PieceOfX {
-  static constexpr bool KEPT = ROWS == 1;  // Those of two rows do not fit in registers.
+  static constexpr bool IN_REGISTERS = ROWS == 1;  // Corrections of two rows do not fit.
 
   uint32_t words[LOADS][WORDS][2];
-  OfProducts kept[LOADS];
+  Correction corrections[LOADS];
   const GroupOfX* groups;  // of this piece
 
   __device__ __forceinline__ void load(const Integers& x, int row, int piece, int lane) {
@@ -116,16 +120,16 @@ struct PieceOfX {
         const uint2 two = digits[piece * (PIECE / CHUNK) + (i * 8 + lane % 8) * WORDS + j];
         words[i][j][0] = two.x, words[i][j][1] = two.y;
       }
-      kept[i] = read(i, lane);
+      corrections[i] = read_correction(i, lane);
     }
   }
 
-  __device__ __forceinline__ OfProducts of_load(int i, int lane) const {
-    return KEPT ? kept[i] : read(i, lane);
+  __device__ __forceinline__ Correction correction(int i, int lane) const {
+    return IN_REGISTERS ? corrections[i] : read_correction(i, lane);
   }
 
  private:
-  __device__ __forceinline__ OfProducts read(int i, int lane) const {
+  __device__ __forceinline__ Correction read_correction(int i, int lane) const {
     const int digit = lane % 4;
     const float power = digit == 0 ? 1.0f : digit == 1 ? 0x1p8f : digit == 2 ? 0x1p16f : 0.0f;
     const GroupOfX& group = groups[Piece::column(i, lane) / GROUP_COLUMNS];
@@ -135,6 +139,7 @@ struct PieceOfX {
 
 using Operand = PieceOfX[ROWS][SPAN];
 
+// All rows of x, which the thread block normalizes and converts once.
 class RowsOfX {
  public:
   // Bytes of shared memory.
@@ -147,14 +152,14 @@ class RowsOfX {
       : integers_(memory, width), x_(reinterpret_cast<const uint4*>(x)),
         norm_(reinterpret_cast<const uint4*>(norm)), epsilon_(epsilon), width_(width) {}
 
-  // Request what no kernel writes; before the preceding kernel has ended.
+  // Request the norm's weight. No kernel writes it, so the preceding one may still be running.
   __device__ __forceinline__ void request_norm() {
     if (norm_ != nullptr) load_norm(threadIdx.x);
   }
 
   __device__ __forceinline__ void request() { load(threadIdx.x); }
 
-  // Called by all threads.
+  // Normalize and convert x; called by all threads.
   __device__ __forceinline__ void prepare(float (&squares)[MOST_WARPS][ROWS]) {
     const int all = ROWS * integers_.chunks, at_once = AT_ONCE * blockDim.x;
     float scale = 1.0f, last_scale = 1.0f;  // of the first and last row
@@ -186,7 +191,7 @@ class RowsOfX {
 
   __device__ __forceinline__ void load_span(int) const {}
 
-  __device__ __forceinline__ void take(Operand& operand, int span) const {
+  __device__ __forceinline__ void get_operand(Operand& operand, int span) const {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
 #pragma unroll
@@ -252,7 +257,7 @@ class RowsOfX {
   int width_;
 };
 
-// Scales of both halves of a row's load.
+// Scales of a row's load: of its left and right half.
 struct TwoScales {
   static constexpr int NUMBER = sizeof(SCALE) / 2;
   uint32_t words[NUMBER];
@@ -278,8 +283,8 @@ struct Products {
       for (int pair = 0; pair < SPAN_SCALES / 2; pair += 2) multiply(stage, x, tile, pair, lane);
   }
 
-  // Add the sums of both halves of the columns and of all digits, and give each sum to one lane:
-  // use(row of the box, row of x, sum).
+  // Add the sums of both halves of the columns and of all digits, and call use(row of the box, row
+  // of x, sum) in one lane for each sum.
   template <typename Use>
   __device__ __forceinline__ void for_each(int lane, Use use) const {
     const bool right = lane / 4 % 2, last = lane / 2 % 2;
@@ -300,7 +305,7 @@ struct Products {
   }
 
  private:
-  // Add products of two pairs of groups: those of both halves of a load.
+  // Add products of two loads; a load has a pair of groups, one in each half.
   __device__ __forceinline__ void multiply(uint32_t stage, const Operand& x, int tile,
                                            int first_pair, int lane) {
     const bool right = lane / 4 % 2;
@@ -336,11 +341,11 @@ struct Products {
         const float scale = scales.of_half(right);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-          const OfProducts other = x[row][p].of_load(i, lane);
+          const Correction correction = x[row][p].correction(i, lane);
           const int sum = (right ? sums[row][which * 2 + 1] : sums[row][which * 2]) -
-                          zero * other.total;
+                          zero * correction.total;
           float& of_row = found[row][tile][which];
-          of_row = fmaf(scale * other.undo, static_cast<float>(sum), of_row);
+          of_row = fmaf(scale * correction.undo, static_cast<float>(sum), of_row);
         }
       }
     }

@@ -5,11 +5,11 @@
 // A thread block computes consecutive grains. A grain is GRAIN outputs of one matrix (with a gate:
 // of both). Weights are copied in boxes of GRAIN rows of a matrix and 256 bytes of each row; these
 // columns are a span. The warps of a thread block divide the spans: warp i takes spans i, i +
-// `columns`, ..., so that its part of x stays in registers. It multiplies all boxes of a span; if
-// there are fewer spans than warps, several teams of warps share the boxes. `depth` boxes of each
-// warp are in flight, with their scales and zero points. Products are those of halves with FP8
-// weights (halves_of_x.cuh) and of integers with INT4 weights (integers_of_x.cuh). The sums of all
-// warps are added at the end.
+// `columns`, ..., with its part of x in registers. It multiplies all boxes of a span; if there are
+// fewer spans than warps, several teams of warps share the boxes. `depth` boxes of each warp are in
+// flight, with their scales and zero points. FP8 weights are multiplied as halves
+// (halves_of_x.cuh), INT4 weights as integers (integers_of_x.cuh). The sums of all warps are added
+// at the end.
 //
 // Rounding is the same as in separate operations, as in linear.cu.
 //
@@ -19,6 +19,8 @@
 #include "common/cluster.cuh"
 #include "common/copy.cuh"
 #include "common/overlap.cuh"
+// Both headers define RowsOfX (reads, normalizes and converts x), Operand (x in a span, as matrix
+// units take it) and Products (of a box).
 #if WEIGHT_BITS == 4
 #include "linear/integers_of_x.cuh"
 #else
@@ -146,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
 #pragma unroll 1
   for (int span = column;;) {
     Operand operand;
-    rows.take(operand, span);
+    rows.get_operand(operand, span);
 #pragma unroll 1
     for (int box = team; box < count; box += teams) {
       barrier_wait(&full[warp][slot], parity);
@@ -166,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
   }
   __syncthreads();
 
-  // Shuffles need whole warps: GRAIN times LANES threads are some.
+  // Shuffles need whole warps: GRAIN times LANES threads are whole warps.
 #pragma unroll 1
   for (int item = threadIdx.x / LANES; item < outputs * ROWS; item += blockDim.x / LANES) {
     const Output output(matrices, item, first, outputs);
