@@ -107,11 +107,12 @@ class Handlers:
 
     def hear(self, request: gr.Request, event: gr.EventData) -> tuple[str, Any]:
         """Listen to a visitor, and end the answer that the visitor interrupts; return what
-        ``Ears.hear`` returns, and the memory if it has grown by what was said."""
+        ``Ears.hear`` returns, and the memory panel, unchanged unless more of the question was
+        read."""
         session = self._session(request)
-        how = {"push": event.push is True, "ends": event.ends is True}
+        marks = {"push": event.push is True, "ends": event.ends is True}
         with _errors_as_messages():
-            state = self._ears(session).hear(event.sound, **how)
+            state = self._ears(session).hear(event.sound, **marks)
         if state == SPEAKING and session.is_answering:
             session.stop()
         return state, memory_view(session) if session.read_heard() else _UNCHANGED
@@ -119,8 +120,8 @@ class Handlers:
     def answer_heard(
         self, request: gr.Request, temperature: float, longest: float, *scenario: str
     ) -> Iterator[tuple]:
-        """Answer the questions that were heard, after the one before; also return the key of the
-        speech once, and at the end the whole speech."""
+        """Answer the questions that were heard once the answer before has ended; also return the
+        key of the speech once, and at the end the whole speech."""
         session = self._session(request)
         options = self._options(temperature, longest)
         if heard := self._ears(session).take():

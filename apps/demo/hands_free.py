@@ -1,5 +1,5 @@
 """What the page's microphone hears: hands-free, the server finds the questions in it; with push to
-talk, the visitor says where they begin and end."""
+talk, a button marks where they begin and end."""
 
 from __future__ import annotations
 
@@ -152,7 +152,12 @@ FAILED_SCRIPT = f"() => {{{_TELL.replace('TOLD', repr('failed'))}}}"
 
 
 class Question(NamedTuple):
-    """A question that was heard: its recording, and the same as it was read meanwhile."""
+    """A question that was heard.
+
+    Attributes:
+        path: its recording.
+        live: what was read of it while it was spoken.
+    """
 
     path: Path
     live: LiveQuestion
@@ -164,7 +169,7 @@ class Ears:
     Args:
         folder: folder for recordings of questions.
         bounded: folder whose files are bounded together.
-        begin: function of a recording's name that returns the question that the recording becomes.
+        begin: function that begins to read a question, given the name of its recording.
 
     Attributes:
         live: the question that the visitor is saying; None in silence.
@@ -184,8 +189,9 @@ class Ears:
 
         Args:
             sound: the text; may be empty at the end.
-            push: whether the visitor says when a question begins and ends (push to talk).
-            ends: whether it ends now; without ``push``, an unfinished question is forgotten.
+            push: whether a button marks where the question begins and ends (push to talk).
+            ends: whether the visitor stops: with ``push``, the question is complete; hands-free, an
+                unfinished question is forgotten.
 
         Returns:
             SPEAKING while the visitor speaks, ASKED if a question has ended, else LISTENING.
@@ -198,9 +204,9 @@ class Ears:
             self.forget()
             return LISTENING
         with self._lock:
-            return self._pushed(samples, ends=ends) if push else self._detected(samples)
+            return self._hear_pushed(samples, ends=ends) if push else self._hear_free(samples)
 
-    def _pushed(self, samples: np.ndarray, *, ends: bool) -> str:
+    def _hear_pushed(self, samples: np.ndarray, *, ends: bool) -> str:
         self._add(samples)
         if not ends:
             self._cut_if_long()
@@ -208,7 +214,7 @@ class Ears:
         self._keep()
         return ASKED if self._questions else LISTENING
 
-    def _detected(self, samples: np.ndarray) -> str:
+    def _hear_free(self, samples: np.ndarray) -> str:
         if self._detector is None:
             self._detector = SpeechDetector(_THRESHOLD, _PADDING_MS, _SILENCE_MS)
         state = None

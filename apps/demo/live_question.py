@@ -16,8 +16,9 @@ from oscar_mm.errors import Cancelled, InputError
 class LiveQuestion:
     """A spoken question that a chat reads in blocks until it is asked; thread-safe.
 
-    It only hastens the answer. A question that cannot be read in blocks, or that the conversation
-    has changed before, has no ``stream``: it is asked with its recording instead.
+    This serves only to begin the answer sooner. If the question cannot be read in blocks, or the
+    conversation changes before it is asked, ``stream`` returns None, and the caller asks its
+    recording.
 
     Args:
         chat: chat that reads the question.
@@ -45,8 +46,8 @@ class LiveQuestion:
                 self.close()
 
     def read(self) -> bool:
-        """Read the blocks that are complete, and add them to the chat's curve of memory; return
-        whether there were any. Not while the chat answers."""
+        """Read the complete blocks, and add them to the chat's curve of memory; return whether
+        there were any. The chat must not be answering."""
         if (listening := self._listening) is None:
             return False
         before = listening.read_tokens
@@ -64,7 +65,7 @@ class LiveQuestion:
         return True
 
     def stream(self, chat: MeasuredChat, *, speak: bool, **options: Any) -> AnswerStream | None:
-        """Ask the question in a chat; None if its recording must be asked instead.
+        """Ask the question in a chat; return None if its recording must be asked instead.
 
         Args:
             chat: chat that answers.
@@ -81,7 +82,7 @@ class LiveQuestion:
         return None
 
     def close(self) -> None:
-        """Free what was read and not answered."""
+        """Free what was read unless it has been asked."""
         listening, self._listening = self._listening, None
         if listening is not None:
             listening.close()

@@ -184,7 +184,7 @@ class MeasuredChat:
             stop: event that ends the answer; the text so far is kept.
             parts: texts and media of the question in order, if not all media precede the text.
             aloud: receiver of the speech, piece by piece; None for an answer in text.
-            live: the question itself, if it was read while it was said.
+            live: the question itself, if it was read while it was spoken.
 
         Raises:
             InputError: see ``Chat.stream``; the chat remains unchanged.

@@ -142,7 +142,7 @@ class Session:
             files: paths of the question's media.
             is_talk: whether the question is a recording of the visitor, which needs no text; the
                 answer is then spoken if possible.
-            live: the recording, if the conversation has read it while it was made.
+            live: the question, if the conversation has read it while it was spoken.
             options: options for the answer: max_new_tokens and temperature.
 
         Raises:
@@ -321,12 +321,12 @@ class Session:
             chat.chat.stop()
 
     def begin_question(self, name: str) -> LiveQuestion:
-        """Begin a question that the visitor speaks, given the name of its recording."""
+        """Begin to read a question that the visitor speaks, given the name of its recording."""
         return LiveQuestion(self.conversation, name)
 
     def read_heard(self) -> bool:
-        """Read what the visitor has said so far, unless an answer is running or being written;
-        return whether the memory has grown."""
+        """Read what the visitor has said so far, unless an answer is running; return whether the
+        memory has grown."""
         live = None if self.ears is None else self.ears.live
         if live is None or self._turn.locked():
             return False
@@ -334,7 +334,7 @@ class Session:
             return still and live.read()
 
     def stop_listening(self) -> None:
-        """Forget what the visitor is saying, since the visitor leaves."""
+        """Forget what the visitor is saying."""
         if self.ears is not None:
             self.ears.forget()
 

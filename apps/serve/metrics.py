@@ -104,7 +104,7 @@ class AnswerTimes:
         self.count = 0
 
     def note(self, pieces: int = 1) -> None:
-        """Record that pieces of text have arrived since the last ones, at even intervals."""
+        """Record pieces of text that have just arrived, as if at even intervals since the last."""
         if not pieces:
             return
         metrics, now = self._metrics, perf_counter()

@@ -184,7 +184,7 @@ class RunningAnswer:
         return None
 
     def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer]) -> None:
-        """Buffer pieces that have arrived since the last ones."""
+        """Buffer pieces that have just arrived, and record them in the metrics."""
         texts = 0
         for piece in filter(None, pieces):
             if isinstance(piece, CompletedAnswer):

@@ -95,11 +95,11 @@ _BODIES = 8
 _SENDING_S = 0.005
 """Maximum seconds that a step waits for the pieces of the previous step to be sent."""
 _SENDING_SHARE = 0.3
-"""Maximum share of the time in which pieces are sent. Sending takes the interpreter from the engine
-thread: with 64 answers 3.5 ms, while the GPU takes 6.5 ms for a step. Pieces of several steps are
-then sent together."""
+"""Maximum share of the time in which pieces are sent; if it would be more, pieces of several steps
+are sent together. While pieces are sent, the engine thread waits for the interpreter: with 64
+answers 3.5 ms, when the GPU takes 6.5 ms for a step."""
 _LATE_S = 0.02
-"""Seconds after which pieces are sent that no further step causes to be sent."""
+"""Seconds after which pieces that were held back are sent even if no further step follows."""
 _CLOSING_S = 5.0
 """Maximum seconds to wait until answers that were cut short are closed."""
 
@@ -197,8 +197,8 @@ class Service:
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Serve requests within the block, and send new pieces of answers after steps: after each
-        one, unless sending takes more than ``_SENDING_SHARE`` of the time.
+        """Serve requests within the block, and send new pieces of answers after each step, or less
+        often if sending would take more than ``_SENDING_SHARE`` of the time.
 
         The next step waits briefly until the pieces are sent. Otherwise the event loop would wait
         for the engine thread at each piece, because both threads share the interpreter.
@@ -212,27 +212,29 @@ class Service:
                 return
             sent.clear()
             with suppress(RuntimeError):  # The event loop is closed.
-                loop.call_soon_threadsafe(look)
+                loop.call_soon_threadsafe(send)
                 sent.wait(_SENDING_S)
 
-        def look() -> None:
+        def send() -> None:
             begin = perf_counter()
             for watcher in tuple(watchers):
                 watcher()
-            loop.call_soon(note, begin)  # After all tasks that were woken up.
+            loop.call_soon(finish, begin)  # After all tasks that were woken up.
 
-        def note(begin: float) -> None:
+        def finish(begin: float) -> None:
             nonlocal due, late
             due = begin + (perf_counter() - begin) / _SENDING_SHARE
             if late is not None:
                 late.cancel()
-            late = loop.call_at(loop.time() + due - begin + _LATE_S, look) if watchers else None
+            late = loop.call_at(loop.time() + due - begin + _LATE_S, send) if watchers else None
             sent.set()
 
-        with self.conversations.pipe.engine.keep_stepping(after_step):
-            yield
-        if late is not None:
-            late.cancel()
+        try:
+            with self.conversations.pipe.engine.keep_stepping(after_step):
+                yield
+        finally:
+            if late is not None:
+                late.cancel()
 
     def authorize(self, http: HTTPConnection) -> None:
         """Raise Refusal if the request does not contain the API key."""

@@ -298,8 +298,7 @@ class KVBudget:
             MemoryBusy: if dropping and spilling everything possible would not suffice; then nothing
                 is dropped or spilled.
         """
-        used = self.taken_bytes
-        if used + needed <= self.limit:
+        if self.taken_bytes + needed <= self.limit:
             return
         self._sweep()
         used = self.taken_bytes

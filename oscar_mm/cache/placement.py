@@ -365,7 +365,8 @@ class SlotForecast:
         """Return the forecast for layers with a sliding window that store only what it reaches.
 
         This is an upper bound for one request: while a prompt is read in chunks, the windows at
-        both ends of a chunk are stored, and those of its marks or that of one mark.
+        both ends of a chunk and at each of the prompt's marks are stored; at one mark if the prompt
+        has none.
 
         Args:
             window: size of the window in tokens.

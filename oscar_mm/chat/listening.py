@@ -97,7 +97,7 @@ class Listening:
 
     @property
     def memory(self) -> MemoryReport:
-        """Memory report of the chat with what is in the cache of the next question."""
+        """Memory report of the chat, including what was read of the next question."""
         with self._lock:
             return self._chat.memory_with(self._turn)
 

@@ -149,7 +149,7 @@ class TurnRunner:
         return self.memory_with(None)
 
     def memory_with(self, turn: OpenTurn | None) -> MemoryReport:
-        """Return the memory report of the chat with what was read of an open turn, if anything."""
+        """Return the memory report of the chat, including what was read of an open turn."""
 
         def measure() -> MemoryReport:
             now = self._spillable.drop_reasoning()

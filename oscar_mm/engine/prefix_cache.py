@@ -89,7 +89,7 @@ class _Entry:
     """Frozen cache together with the tokens and media of the prefix that it contains.
 
     Attributes:
-        is_confirmed: whether the weights are known to have been unchanged until the entry was kept.
+        is_confirmed: whether the weights are known not to have changed during the prefill.
     """
 
     key: _Key
@@ -128,8 +128,8 @@ class Match(NamedTuple):
 
     Attributes:
         cache: fork with the longest prefix that can be continued; None if there is none.
-        shared: number of the prompt's leading tokens that some entry has, although perhaps none can
-            be continued there; 0 if these are fewer than ``MIN_TOKENS``.
+        shared: number of leading tokens that the prompt has in common with some entry, even if no
+            entry can be continued there; 0 if these are fewer than ``MIN_TOKENS``.
     """
 
     cache: OscarCache | None
@@ -228,14 +228,14 @@ class PrefixCache:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether no entry was kept since ``confirm`` was last called."""
+        """Whether no entry has been kept since ``confirm`` was last called."""
         return all(entry.is_confirmed for entry in self._entries)
 
     def confirm(self, weights: object) -> None:
-        """Drop the entries kept since the last call whose weights have changed since their prefill
+        """Drop the entries kept since the last call if the weights have changed since their prefill
         began; call this before ``find``.
 
-        This is apart from ``keep`` because the state of the weights takes long to compute.
+        ``keep`` does not do this because the state of the weights takes long to compute.
 
         Args:
             weights: present state of the weights, see ``ReaderState``.

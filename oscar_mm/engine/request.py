@@ -127,8 +127,8 @@ class Request(RequestState):
         self.chunks: Iterator[torch.Tensor | None] | None = None
         """Iterator that prefills the remaining chunks of a partly prefilled prompt."""
         self.reader_state: ReaderState | None = None
-        """State when memory was reserved; None if the prefix cache is not to keep the prompt."""
-        """State of processor and model at admission, if the engine has a prefix cache."""
+        """State of processor and model at admission; None if the prefix cache is not to keep the
+        prompt."""
         self.reservation: object | None = None
         """Memory reservation, in effect while referenced."""
         self.slot_counts: dict[Bits, int] = {}

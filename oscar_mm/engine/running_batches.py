@@ -321,7 +321,8 @@ class RunningBatches:
             cache: cache that the prompt is written to.
         """
         if self._thread.has_calls:
-            with cache.paused():  # Answers that end sweep pages, which this pass has yet to read.
+            # Otherwise, answers that end would sweep pages that this pass has yet to read.
+            with cache.paused():
                 self.settle_ended()
                 self._thread.run_calls()
 

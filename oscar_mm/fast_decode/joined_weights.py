@@ -47,7 +47,7 @@ def _is_fp8(module: nn.Module) -> bool:
 
 
 def _join(weights: list[torch.Tensor]) -> bool:
-    """Return whether the matrices were moved."""
+    """Place matrices next to each other in memory; return whether any was moved."""
     if joined(weights) is not None or any(weight.is_inference() for weight in weights):
         return False
     if any(weight.nbytes % 16 for weight in weights):  # Kernels read 16 bytes at a time.

@@ -1,8 +1,8 @@
 """The kernel of ``linear`` for one or two rows and quantized weights, csrc/linear/linear_few.cu.
 
 The warps of a thread block divide the width among them. TMA copies boxes of weights, which each
-warp multiplies on matrix units by its part of x, in registers: FP8 as halves, INT4 as integers, to
-which the thread block converts x.
+warp multiplies on matrix units by its part of x, in registers. FP8 weights are multiplied as
+halves, INT4 weights as integers, to which the thread block first converts x.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.kernels.tensor_map import TensorMap, tensor_map
 
 MAX_FEW_ROWS = 2
-"""Maximum rows of x of the kernel."""
+"""Maximum rows of x."""
 BOX_ROW = 256
 """Bytes of a row of a box of weights."""
 MAX_DEPTH = 16
@@ -113,8 +113,8 @@ class FewSpecialization(NamedTuple):
         return -(-GRAIN * (BOX_ROW + self.span // group * each) // 128) * 128
 
     def x_bytes(self, width: int) -> int:
-        """Return the bytes of x in shared memory: with INT4, three digits of each element, and 16
-        bytes for each group."""
+        """Return the bytes of x in shared memory, ``RowsOfX::bytes``: with INT4, three digits for
+        each element and a ``GroupOfX`` of 16 bytes for each group."""
         bits, _, group = self.weights
         return self.rows * (3 * width + width // group * 16) if bits == 4 else 0
 

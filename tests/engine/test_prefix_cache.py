@@ -171,7 +171,7 @@ def test_never_across_processor_settings(folder) -> None:
     assert pipe.prefixes.hits == 1
 
 
-def test_never_if_the_model_was_changed_meanwhile(folder) -> None:
+def test_never_if_the_model_changes_during_a_prefill(folder) -> None:
     """A hook that appears during a prefill changes what the prefix holds, and may be removed."""
     pipe = pipeline(OscarVLPipeline, folder)
     layer = pipe.model.get_submodule("model.language_model.layers.1")

@@ -335,8 +335,8 @@ def crowd(pipe: OscarVLPipeline, seed: int, count: int) -> dict[str, tuple[list[
             name = f"{thread}-{number}"
             system = text(chosen.choice((100, 500, 1500)), chosen.randrange(2))
             prompt = text(chosen.choice((5, 600, 1800)), chosen.randrange(2)) + f"#{name}#"
-            count_ = chosen.choice((2, 40, 160))
-            options = {"max_new_tokens": count_, "temperature": 0, "logprobs": 0}
+            length = chosen.choice((2, 40, 160))
+            options = {"max_new_tokens": length, "temperature": 0, "logprobs": 0}
             try:
                 way = chosen.choice(("request", "request", "chat", "ask", "leave"))
                 if way == "leave":

@@ -114,7 +114,7 @@ def test_a_question_is_answered_and_a_voice_ends_the_answer(
 
 
 def said(handlers: Handlers, sound: np.ndarray, **how: bool) -> list[tuple[str, Any]]:
-    """What the page gets for each fifth of a second."""
+    """Return what the page gets for each fifth of a second."""
     request: Any = None
     parts = np.array_split(sound, len(sound) * 5 // RATE)
     return [handlers.hear(request, sound_event(part, **how)) for part in parts]
@@ -163,8 +163,8 @@ def test_a_long_question_is_read_while_it_is_said(handlers, sessions, spoken, pu
     assert (again.label, again.tokens) == (segment.label, segment.tokens)
 
 
-def test_what_changes_meanwhile_does_not_spoil_a_question(handlers, sessions, spoken) -> None:
-    """Somebody types before it ends: its recording is asked instead."""
+def test_a_recording_is_asked_if_the_chat_has_changed(handlers, sessions, spoken) -> None:
+    """Somebody types before the question ends."""
     request: Any = None
     session, clip = sessions.session("a"), spoken[RATE // 2 : -RATE]
     sound = np.tile(clip, 10 * RATE // len(clip) + 1)[: 10 * RATE]
@@ -218,7 +218,7 @@ def test_nothing_is_left_of_a_question_that_is_not_asked(handlers, sessions, spo
     assert not [*handlers.answer_heard(request, 0.0, 5, *WHERE)]
 
 
-def test_a_press_without_words_asks_nothing(handlers, sessions) -> None:
+def test_push_to_talk_without_sound_asks_nothing(handlers, sessions) -> None:
     request: Any = None
     nothing = np.zeros(0)
     assert handlers.hear(request, sound_event(nothing, push=True, ends=True))[0] == LISTENING
