@@ -41,6 +41,7 @@ POLICIES = {
     "standard": KVPolicy.preset("standard", window=32),
 }
 DAILY = ["stream", "whole pages"]
+"""Policies on a CPU; the test on a GPU takes the other one."""
 
 
 @pytest.fixture(scope="module", params=["mistral", "gemma 3"])

@@ -553,13 +553,11 @@ def test_streams_take_no_threads(omni) -> None:
 
 
 def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> None:
-    from oscar_mm.apps.serve import service
-
     with served(omni) as address:
         how = {"stream": True, "max_tokens": 60}
         usual = list(ask(client_of(address), user("Why?"), **how))
         # As if sending took fifty times as long.
-        monkeypatch.setattr(service, "_SENDING_SHARE", service._SENDING_SHARE / 50)
+        monkeypatch.setattr("oscar_mm.apps.serve.service._SENDING_SHARE", 0.3 / 50)
         rare = list(ask(client_of(address), user("Why?"), **how))
         counted = metrics(address, None)
     texts = [[part.choices[0].delta.content or "" for part in one] for one in (usual, rare)]
@@ -567,6 +565,8 @@ def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> No
     assert len(rare) < len(usual) - 10
     assert rare[-1].choices[0].finish_reason == "length"
     assert counted['oscar_mm_tokens_total{kind="completion"}'] == 120
+    # Each piece has an interval, also if several are sent together.
+    assert counted["oscar_mm_inter_token_seconds_count"] > len(usual) + len(rare)
 
 
 @pytest.mark.slow
