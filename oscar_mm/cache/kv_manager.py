@@ -254,14 +254,11 @@ class KVCacheManager:
         placer = TokenPlacer(self.policy, free, self.store.window_pages)
         rows = dict[int, _PlannedRow]()
         for index in _others(self.sequences, steady):
-            table = self.sequences[index].before()
-            length = len(table.codes)
+            table = _plannable(self.sequences[index])
             try:
                 rows[index] = _PlannedRow.of(placer, free, index, table, ids[index])
             except NoFreeSlotsError:
                 return None
-            finally:
-                del table.codes[length:]  # The codes are shared with the sequence.
         step = placer.finish(modalities)
         step.past = _PastRows.of(self.sequences, steady)
         if steady is not None:
@@ -318,9 +315,8 @@ class KVCacheManager:
             for bits, slot, _ in row.slots.given:
                 free[bits].skip(slot)
         number, changes, trims = self.version
-        table, length = rows[-1].table if rows else sequence, len(sequence.codes)
-        # Planned tables share the codes of the sequence.
-        sequence.codes += bytes(row.code for row in rows)
+        table = _plannable(sequence, rows)
+        table.keeps = sequence.keeps
         try:
             while len(self._planned) < count:
                 version = number, changes + len(self._planned), trims
@@ -330,8 +326,6 @@ class KVCacheManager:
                 self._planned.append(made)
         except NoFreeSlotsError:
             pass
-        finally:
-            del sequence.codes[length:]
 
     def later_chain(self, first: int, count: int) -> StepPlan | None:
         """Return the chained step of ``count`` planned tokens after ``first`` others; None if the
@@ -540,8 +534,7 @@ class _PlannedRow(NamedTuple):
             placer: places the tokens of the step.
             free: the placer's allocators.
             index: index of the row.
-            table: snapshot of the row, to which the token is added, and to the codes that it
-                shares.
+            table: snapshot of the row with codes of its own, to which the token is added.
             modality: the token's modality.
 
         Raises:
@@ -564,6 +557,17 @@ class _PlannedRow(NamedTuple):
         sequence.streams, sequence.stored = self.table.streams, self.table.stored
         sequence.spare = self.table.spare
         allocators[PLAIN].release(self.freed)
+
+
+def _plannable(sequence: SequenceTable, rows: Sequence[_PlannedRow] = ()) -> SequenceTable:
+    """Return a snapshot of a sequence, after planned tokens, to which further ones can be added.
+
+    It has codes of its own: a token that is only planned must not be seen by other threads, which
+    read the sequence's codes and length at any time.
+    """
+    table = (rows[-1].table if rows else sequence).before()
+    table.codes = sequence.codes + bytes(row.code for row in rows)
+    return table
 
 
 class _PlannedStep(NamedTuple):
