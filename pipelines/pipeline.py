@@ -271,19 +271,28 @@ class Pipeline:
         return Chat(self, system, cache_salt=cache_salt, tools=offer, adapter=adapter)
 
     def offer(
-        self, tools: Sequence[Any] | None, tool_choice: Any = None, *, parallel: bool = True
+        self,
+        tools: Sequence[Any] | None,
+        tool_choice: Any = None,
+        *,
+        parallel: bool = True,
+        ignore_unsupported: bool = False,
     ) -> ToolOffer | None:
         """Validate tools and return them as an offer; None if no tool may be called.
 
         Args:
             tools, tool_choice: see ``chat``.
             parallel: whether an answer may contain several calls.
+            ignore_unsupported: whether tools that the chat template does not support are left out,
+                unless the choice requires a call; otherwise they are an error.
 
         Raises:
             InputError: if a tool is invalid; the message names the tool and says what is valid.
             RequestTooLarge: if the tools are too long.
         """
-        offer = self.family.offer(tools, tool_choice, parallel=parallel)
+        offer = self.family.offer(
+            tools, tool_choice, parallel=parallel, ignore_unsupported=ignore_unsupported
+        )
         if offer is not None:
             self.admission.check_characters("tools", offer.characters)
         return offer

@@ -147,6 +147,14 @@ def serve(
             metavar="S", help="Seconds to let running answers finish on SIGTERM or Ctrl-C."
         ),
     ] = 10.0,
+    ignore_tools: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-tools",
+            help="Answer without a request's tools if the chat template does not support tools "
+            "and no call is required, instead of refusing the request.",
+        ),
+    ] = False,
     placement: options.PlacementOptions,
     allow_remote: options.AllowRemote = False,
     allowed_media_domains: Annotated[
@@ -239,6 +247,7 @@ def serve(
         realtime=realtime,
         grace_s=grace,
         media_hosts=AllowedHosts(domains) if domains else None,
+        ignore_tools=ignore_tools,
     )
     app = create_app(pipe, name, limits, host, other_names=others, origins=origins)
     server = Server(app)

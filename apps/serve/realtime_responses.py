@@ -183,7 +183,13 @@ class RealtimeResponses:
                 'only session.update can change it to or from "none": leave it out',
                 "response.tool_choice",
             )
-        return offer_of(self._items.chat.pipe, tools, choice, "response.tool_choice")
+        return offer_of(
+            self._items.chat.pipe,
+            tools,
+            choice,
+            "response.tool_choice",
+            ignore_unsupported=self._service.limits.ignore_tools,
+        )
 
     def cancel(self, event: ResponseCancel) -> None:
         """End the active answer.
@@ -442,7 +448,12 @@ class RealtimeResponses:
 
 
 def offer_of(
-    pipe: ChatEngine, tools: Sequence[dict[str, Any]], choice: ToolChoice, place: str
+    pipe: ChatEngine,
+    tools: Sequence[dict[str, Any]],
+    choice: ToolChoice,
+    place: str,
+    *,
+    ignore_unsupported: bool,
 ) -> ToolOffer | None:
     """Return the tools of a session with a tool choice; None if none may be called.
 
@@ -450,6 +461,7 @@ def offer_of(
         pipe: pipeline that answers.
         tools, choice: as in the API.
         place: field of the API that errors name if they concern all tools together.
+        ignore_unsupported: see ``ServerLimits.ignore_tools``.
 
     Raises:
         FieldError: if they are not supported, or too long.
@@ -460,7 +472,7 @@ def offer_of(
         )
     functions = [function_tool(tool, f"session.tools[{at}]") for at, tool in enumerate(tools)]
     try:
-        return pipe.offer(functions, named_choice(choice))
+        return pipe.offer(functions, named_choice(choice), ignore_unsupported=ignore_unsupported)
     except InputError as error:
         raise FieldError(str(error), place) from None
 

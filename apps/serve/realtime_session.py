@@ -216,7 +216,8 @@ class RealtimeSession:
                 "can only change before the conversation begins: begin a new session",
                 "session.tools",
             )
-        return offer_of(self._pipe, tools, choice, "session.tools")
+        ignore = self._service.limits.ignore_tools
+        return offer_of(self._pipe, tools, choice, "session.tools", ignore_unsupported=ignore)
 
     @property
     def _is_begun(self) -> bool:

@@ -130,6 +130,8 @@ class ServerLimits:
         realtime_idle_s: maximum seconds in which the client of a session sends nothing.
         media_hosts: hosts from which media may be fetched if the pipeline allows remote media; None
             for all hosts.
+        ignore_tools: whether tools that the chat template does not support are left out of a
+            request that does not require a call; otherwise the request is refused.
     """
 
     api_key: str | None = None
@@ -149,6 +151,7 @@ class ServerLimits:
     realtime_s: float = 3600.0
     realtime_idle_s: float = 600.0
     media_hosts: AllowedHosts | None = None
+    ignore_tools: bool = False
 
 
 class Service:
@@ -551,7 +554,12 @@ class Service:
         template = pipe.family.template(body.template_fields)
         request = read_request(body, self.media_source, template, self._spoken(body), self.said)
         parallel = body.parallel_tool_calls is not False
-        offer = pipe.offer(body.tools, body.tool_choice, parallel=parallel)
+        offer = pipe.offer(
+            body.tools,
+            body.tool_choice,
+            parallel=parallel,
+            ignore_unsupported=self.limits.ignore_tools,
+        )
         request = replace(request, tools=offer)
         if request.spoken is not None:
             pipe.check_speech(request.spoken.speaker, tools=offer)

@@ -42,6 +42,7 @@ _REFUSED = {
     "trusted_proxy": "vLLM does not tell clients apart",
     "conversations": "vLLM caches all prompt prefixes that fit into its KV memory",
     "prefill_chunk": "vLLM chunks prompts itself: use -- --max-num-batched-tokens N",
+    "ignore_tools": "vLLM refuses tools unless -- --enable-auto-tool-choice is set",
     "device": "set CUDA_VISIBLE_DEVICES to choose vLLM's GPUs",
     "device_map": "use -- --tensor-parallel-size N, which spreads a model over N GPUs",
 }

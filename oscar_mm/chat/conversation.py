@@ -428,7 +428,13 @@ class ChatEngine(Protocol):
         """Check that answers can be spoken, and return the name of the voice."""
         ...
 
-    def offer(self, tools: Sequence[Any] | None, tool_choice: Any = None) -> ToolOffer | None:
+    def offer(
+        self,
+        tools: Sequence[Any] | None,
+        tool_choice: Any = None,
+        *,
+        ignore_unsupported: bool = False,
+    ) -> ToolOffer | None:
         """Check tools and return them as an offer; None if no tool may be called."""
         ...
 

@@ -120,14 +120,21 @@ class ChatFormat:
         return format_of(self._templates)
 
     def offer(
-        self, tools: Sequence[Any] | None, choice: Any = None, *, parallel: bool = True
+        self,
+        tools: Sequence[Any] | None,
+        choice: Any = None,
+        *,
+        parallel: bool = True,
+        ignore_unsupported: bool = False,
     ) -> ToolOffer | None:
         """Check the tools of a request; see ``read_offer`` for the arguments.
 
         Raises:
             InputError: if a tool or the choice is invalid or contains a control token.
         """
-        offer = read_offer(tools, choice, parallel, self.tool_format)
+        offer = read_offer(
+            tools, choice, parallel, self.tool_format, ignore_unsupported=ignore_unsupported
+        )
         for place, tool in enumerate(() if offer is None else offer.tools):
             for text in tool.texts():
                 self.refuse_control_tokens(f"tools[{place}]", text)

@@ -85,6 +85,8 @@ def read_offer(
     choice: Any,
     parallel: bool,
     tool_format: type[ToolFormat] | None,
+    *,
+    ignore_unsupported: bool = False,
 ) -> ToolOffer | None:
     """Validate the tools and the tool choice of a request.
 
@@ -93,9 +95,11 @@ def read_offer(
         choice: OpenAI's tool_choice: "none", "auto", "required", a function, or None.
         parallel: whether an answer may contain several calls.
         tool_format: tool format of the model's chat template; None if it does not support tools.
+        ignore_unsupported: whether valid tools are left out if the template does not support
+            them and no call is required; otherwise they are an error.
 
     Returns:
-        The offer; None if no tools are given, or none may be called.
+        The offer; None if no tools are given, none may be called, or they are left out.
 
     Raises:
         InputError: if an argument is invalid; the message names argument, error and remedy.
@@ -108,6 +112,9 @@ def read_offer(
             raise InputError("tool_choice: requires tools to choose from; pass tools")
         return None
     if tool_format is None:
+        # An answer without the call that a client requires would be wrong, so that stays an error.
+        if ignore_unsupported and named is None and choice != "required":
+            return None
         raise InputError(
             "tools: the chat template of this checkpoint does not support tools, or writes calls "
             "in an unknown format; leave tools out"

@@ -14,6 +14,7 @@ from oscar_mm.apps.serve.tools import ToolFields, call_body, delta_body
 from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta
 from oscar_mm.tool_parsers.offer import ToolOffer, read_offer
 from oscar_mm.tool_parsers.registry import FORMATS
+from tests.apps.serve.conftest import served
 from tests.apps.serve.test_openai_types import asked
 from tests.engine.engine import counted
 from tests.thinking import ids_of, saying
@@ -95,6 +96,39 @@ def test_a_template_without_tools() -> None:
         with as_refusals():
             offered(fields(tools=[FIND]), None)
     assert refused.value.field == "tools"
+
+
+def test_tools_that_a_template_lacks_are_ignored_on_request(omni) -> None:
+    """The prompt is that without tools; calls that are required and faulty tools stay errors."""
+    assert omni.family.tool_format is None
+    with served(omni, ignore_tools=True) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        ask = partial(client.chat.completions.create, model="tiny", messages=QUESTION, max_tokens=4)
+        plain = ask()
+        for choice in ({}, {"tool_choice": "auto"}):
+            answer = ask(tools=[FIND], **choice)
+            assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
+            assert answer.choices[0].message.content == plain.choices[0].message.content
+        for choice in ("required", NAMED):
+            with pytest.raises(openai.BadRequestError, match="does not support tools"):
+                ask(tools=[FIND], tool_choice=choice)
+        with pytest.raises(openai.BadRequestError, match=r"tools\[1\]"):
+            ask(tools=[FIND, FIND])
+        tool = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+        respond = partial(client.responses.create, model="tiny", input="Hi", max_output_tokens=16)
+        assert respond(tools=[tool]).output_text == respond().output_text
+
+
+def test_ignored_tools_leave_templates_with_tools_alone(tool_pipe) -> None:
+    with (
+        served(tool_pipe, ignore_tools=True) as address,
+        saying(tool_pipe, ids_of(tool_pipe, SAID)),
+    ):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        answer = client.chat.completions.create(
+            model="tiny", messages=QUESTION, tools=[FIND], max_tokens=120
+        )
+    assert answer.choices[0].finish_reason == "tool_calls"
 
 
 def test_calls_and_their_pieces() -> None:
