@@ -98,6 +98,8 @@ _SENDING_SHARE = 0.3
 """Maximum share of the time in which pieces are sent; if it would be more, pieces of several steps
 are sent together. While pieces are sent, the engine thread waits for the interpreter: with 64
 answers 3.5 ms, when the GPU takes 6.5 ms for a step."""
+_MAX_PAUSE_S = 0.1
+"""Maximum seconds without sending, also after the event loop was busy with something else."""
 _LATE_S = 0.02
 """Seconds after which pieces that were held back are sent even if no further step follows."""
 _CLOSING_S = 5.0
@@ -226,10 +228,14 @@ class Service:
 
         def finish(begin: float) -> None:
             nonlocal due, late
-            due = begin + (perf_counter() - begin) / _SENDING_SHARE
             if late is not None:
                 late.cancel()
-            late = loop.call_at(loop.time() + due - begin + _LATE_S, send) if watchers else None
+            late, due = None, begin  # Without watchers no step is skipped: nothing would look late.
+            if watchers:
+                took = perf_counter() - begin
+                pause = min(took / _SENDING_SHARE - took, _MAX_PAUSE_S)
+                due = perf_counter() + pause
+                late = loop.call_later(pause + _LATE_S, send)
             sent.set()
 
         try:

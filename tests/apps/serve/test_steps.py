@@ -1,0 +1,78 @@
+"""When the pieces of answers are sent: after steps, and soon even if no further step comes."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs fastapi")
+pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+
+from oscar_mm.apps.serve.metrics import Metrics
+from oscar_mm.apps.serve.service import ServerLimits, Service
+
+
+class Steps:
+    """An engine whose steps the test makes."""
+
+    @contextmanager
+    def keep_stepping(self, after_step: Callable[[], object]) -> Iterator[None]:
+        self.after_step = after_step
+        yield
+
+    async def step(self) -> None:
+        await asyncio.to_thread(self.after_step)
+
+
+def a_service() -> tuple[Service, Steps]:
+    engine = Steps()
+    conversations = SimpleNamespace(pipe=SimpleNamespace(engine=engine))
+    metrics = Metrics(cast(Any, None))
+    return Service(cast(Any, conversations), metrics, ServerLimits(), ["tiny"]), engine
+
+
+def test_the_only_step_of_an_answer_is_sent_although_another_one_has_just_left() -> None:
+    """Sending to the one that left took long, and nothing was to be sent since."""
+    service, engine = a_service()
+    watchers, sent = service.places.watchers, asyncio.Event()
+
+    def last() -> None:
+        time.sleep(0.1)
+        watchers.clear()
+
+    async def scenario() -> None:
+        with service.steps():
+            watchers.add(last)
+            await engine.step()
+            while watchers:
+                await asyncio.sleep(0.001)
+            watchers.add(sent.set)
+            await engine.step()
+            await asyncio.wait_for(sent.wait(), 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_stall_of_the_event_loop_does_not_delay_what_follows_it() -> None:
+    service, engine = a_service()
+    looks = list[float]()
+
+    def look() -> None:
+        if not looks:
+            time.sleep(0.8)
+        looks.append(time.perf_counter())
+
+    async def scenario() -> None:
+        with service.steps():
+            service.places.watchers.add(look)
+            await engine.step()
+            while len(looks) < 2:
+                await asyncio.sleep(0.005)
+                await engine.step()
+
+    asyncio.run(scenario())
+    assert looks[1] - looks[0] < 0.8
