@@ -252,7 +252,7 @@ def test_a_short_recording_is_the_same_in_chunks_and_after_a_prefix(omni) -> Non
     with keeping.chat() as chat:
         chat.ask("What is it?", audio=[LONG], max_new_tokens=1)
     prompt = heard(omni, LONG, SHORT)
-    past = keeping.prefixes.find(prompt, keeping.engine.scheduler._reader_state(prompt))
+    past = keeping.prefixes.find(prompt, keeping.engine.scheduler._reader_state(prompt)).cache
     known = past.get_seq_length()
     assert known >= prompt.media[0].stop
     after = read_prompt(omni.model, remaining(prompt, known), past)

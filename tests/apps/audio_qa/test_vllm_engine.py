@@ -74,6 +74,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+time.sleep(float(os.environ.get("STAND_IN_LOADS_S", "0")))
 ThreadingHTTPServer((given["--host"], int(given["--port"])), Handler).serve_forever()
 """
 """A server that repeats questions, with a process of its own as vLLM's engine is one."""
@@ -186,6 +187,7 @@ def test_a_server_that_loads(pids, tmp_path, monkeypatch, capsys) -> None:
     """It is spoken of while one waits; what a server does not tell is left out of the summary."""
     monkeypatch.setattr(server_process, "_TELL_S", 0.01)
     monkeypatch.setattr(server_process, "_POLL_S", 0.02)
+    monkeypatch.setenv("STAND_IN_LOADS_S", "1")
     _, summary = asked(texts(1), tmp_path)
     told = capsys.readouterr().err
     assert "starting vLLM's server with pocket-omni" in told
