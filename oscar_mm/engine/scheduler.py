@@ -241,6 +241,12 @@ class Scheduler:
             request.settle()
         self._batches.settle_ended()
         self._batches.freed |= self._voices.drop_ended()
+        self._confirm_prefixes()
+
+    def _confirm_prefixes(self) -> None:
+        """Once idle, confirm the prefix cache: from now on, weights may be changed."""
+        if self.prefixes is not None and not (self.is_running or self.prefixes.is_confirmed):
+            self.prefixes.confirm(self.reader.state)
 
     def _dequeue(self, entry: Request | Call) -> None:
         """Remove an entry from the queue and retry the other entries, which it may have
@@ -268,8 +274,7 @@ class Scheduler:
         self._batches.settle_ended()
         if self._voices.live:
             self._batches.freed |= self._voices.step(others=self._reads_or_decodes)
-        if self.prefixes is not None and not (self.is_running or self.prefixes.is_confirmed):
-            self.prefixes.confirm(self.reader.state)  # Weights may be changed while it is idle.
+        self._confirm_prefixes()
 
     def _prepare(self) -> None:
         """Prepare to leave the idle state: return surplus pool memory, and drop the graphs if the

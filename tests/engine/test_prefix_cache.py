@@ -1,5 +1,6 @@
 """Prefix cache: a beginning is read once, and shared only by prompts that equal it exactly."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,6 +188,24 @@ def test_never_if_the_model_changes_during_a_prefill(folder) -> None:
         added[0].remove()
         pipe([A], "What is it?", max_new_tokens=2)
     assert pipe.prefixes.hits == 0
+
+
+def test_a_prompt_whose_answer_was_left_is_shared_after_a_change_of_the_model(folder) -> None:
+    pipe = pipeline(OscarVLPipeline, folder)
+    stream = pipe.stream([A], "What is it?", max_new_tokens=50)
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 10
+    while pipe.engine.call(lambda: pipe.engine.scheduler.is_running):
+        assert time.monotonic() < deadline
+    pipe.engine.call(lambda: None)
+    layer = pipe.model.get_submodule("model.language_model.layers.1")
+    hook = layer.register_forward_pre_hook(lambda _, given: (given[0] * 1.5,))
+    pipe([A], "What is it?", max_new_tokens=2)
+    hook.remove()
+    assert pipe.prefixes.hits == 0
+    pipe([A], "What is it?", max_new_tokens=2)
+    assert pipe.prefixes.hits == 1
 
 
 def test_never_across_filters_of_sound(qwen3_omni_folder) -> None:
