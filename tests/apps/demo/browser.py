@@ -196,11 +196,11 @@ class Browser:
         ]
 
     def complaints(self) -> list[str]:
-        """Warnings and errors of the console."""
+        """Warnings and errors of the console, but for requests that end as the page is left."""
         return [
             one["message"]
             for one in self.driver.get_log("browser")
-            if one["level"] in ("SEVERE", "WARNING")
+            if one["level"] in ("SEVERE", "WARNING") and "AbortError" not in one["message"]
         ]
 
     def picture(self, path: Path, height: int | None = None) -> None:
