@@ -101,30 +101,27 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
     arrive at an idle engine wait for it.
     """
     modules = modules_of(model)
-    kinds = dict.fromkeys(map(type, modules))
     key = list[object](id(hook) for name in _GLOBAL_HOOKS for hook in getattr(nn_module, name))
-    for kind in kinds:
+    for kind in dict.fromkeys(map(type, modules)):
         key += (kind, kind.forward, kind.__call__, _is_unchanged(kind))
-    foreign = {kind for kind in kinds if not _is_known_class(kind)}
-    key += map(id, modules)
     for module in modules:
         own = vars(module)
-        if type(module) in foreign:
+        key.append(id(module))
+        if not _is_known_class(type(module)):
             key.append(_settings(own))
         if "forward" in own:
             forward = _own_forward(module)
             if forward is not None and not _is_of(forward, _OWN_HOOKS):
                 key.append(id(forward))
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-            key += [id(hook) for hook in hooks if not _is_of(hook, _IGNORED_HOOKS)]
+        for hooks in filter(None, (own["_forward_hooks"], own["_forward_pre_hooks"])):
+            key += [id(hook) for hook in hooks.values() if not _is_of(hook, _IGNORED_HOOKS)]
         if "_hf_hook" in own and (hook := _offloading(module)) is not None:
             key.append(id(hook.weights_map))  # Offloaded weights are loaded and freed repeatedly.
-        elif own["_parameters"]:
-            for weight in own["_parameters"].values():
-                if weight is not None:
-                    version = 0 if weight.is_inference() else weight._version
-                    key += (_number(weight), local_shard(weight).data_ptr(), version)
+            continue
+        for weight in own["_parameters"].values():
+            if weight is not None:
+                version = 0 if weight.is_inference() else weight._version
+                key += (_number(weight), local_shard(weight).data_ptr(), version)
     return tuple(key)
 
 
