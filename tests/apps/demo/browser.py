@@ -200,7 +200,8 @@ class Browser:
         return [
             one["message"]
             for one in self.driver.get_log("browser")
-            if one["level"] in ("SEVERE", "WARNING") and "AbortError" not in one["message"]
+            if one["level"] in ("SEVERE", "WARNING")
+            and "AbortError: signal is aborted" not in one["message"]
         ]
 
     def picture(self, path: Path, height: int | None = None) -> None:
