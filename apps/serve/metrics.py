@@ -22,6 +22,9 @@ _SECONDS = (
 )
 _BUSY_S = 0.2
 """Maximum seconds to wait for the engine to measure the memory."""
+_KEPT = 100
+"""Number of times as long as a measurement takes for which it is kept, so that scrapes take at most
+1% of the engine's time: with 190 conversations of 2,000 tokens, a measurement takes 10 to 20 ms."""
 
 
 class Metrics:
@@ -134,17 +137,20 @@ class AnswerTimes:
 class _PipelineCollector(Collector):
     """Collector that measures the pipeline at each scrape.
 
-    While the engine is busy, the collector reports the last measured memory instead.
+    The memory is measured less often if that takes long, or while the engine is busy; in between,
+    the last measurement is reported.
     """
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
         self._memory: list[GaugeMetricFamily] = []
+        self._kept_until = 0.0
 
     def collect(self) -> Iterator[Metric]:
         pipe = self._conversations.pipe
-        with suppress(TimeoutError):
-            self._memory = pipe.engine.call(self._measure, timeout=_BUSY_S)
+        if perf_counter() >= self._kept_until:
+            with suppress(TimeoutError):
+                self._memory = pipe.engine.call(self._measure, timeout=_BUSY_S)
         yield from self._memory
         yield GaugeMetricFamily(
             "oscar_mm_conversations", "Stored conversations", len(self._conversations)
@@ -167,7 +173,7 @@ class _PipelineCollector(Collector):
                 yield CounterMetricFamily(f"oscar_mm_prefix_{name}", text, value)
 
     def _measure(self) -> list[GaugeMetricFamily]:
-        store = self._conversations.pipe.store
+        begin, store = perf_counter(), self._conversations.pipe.store
         report = store.memory()
         used = GaugeMetricFamily(
             "oscar_mm_kv_bytes", "KV bytes in use by modality, and states", labels=["modality"]
@@ -182,4 +188,6 @@ class _PipelineCollector(Collector):
             "KV bytes allocated, including free slots and states",
             report.pool_bytes + report.state_bytes,
         )
+        end = perf_counter()
+        self._kept_until = end + _KEPT * (end - begin)
         return [used, taken]
