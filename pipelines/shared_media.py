@@ -92,7 +92,7 @@ class SharedMedia:
             return
         reader = self.pipe.engine.reader
         if self._cache.get_seq_length():
-            if reader.state != self._state:
+            if reader.present_state() != self._state:
                 raise InputError(
                     "the model's weights or adapters have changed since the shared media were "
                     "prefilled: create a new SharedMedia"
@@ -107,7 +107,7 @@ class SharedMedia:
             except BaseException:
                 cache.reset()
                 raise
-            self._state = reader.state  # Now, since a model's first prefill on a GPU moves weights.
+            self._state = reader.present_state()  # Now, since a model's first prefill on a GPU moves weights.
 
         self.pipe.engine.call(prefill, runs_model=True)
         self._prompt = replace(self._prompt, inputs={"input_ids": self._prompt.inputs["input_ids"]})

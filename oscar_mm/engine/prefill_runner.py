@@ -53,6 +53,7 @@ class PrefillRunner:
     Attributes:
         max_varlen_tokens: maximum number of tokens of short prompts in one pass.
         max_at_once: maximum number of tokens of a prompt that is prefilled in one chunk.
+        state: state of the model's weights and adapters at the last ``refresh``; None before it.
     """
 
     def __init__(
@@ -67,39 +68,37 @@ class PrefillRunner:
         varlen = _VARLEN_TOKENS.get(family.device.type, MAX_TOKENS)
         self.max_varlen_tokens = min(varlen, chunk or varlen)
         self._sigmas: dict[int, torch.Tensor] = {}
-        self._weights: object = None
-        self._state: object = None
+        self.state: object = None
         self._layers: PromptLayers | None = None
 
-    @property
-    def state(self) -> object:
-        """State of the model's weights and adapters; equal as long as they are unchanged."""
-        state = weights_key(self.family.model)
-        if state != self._state:
-            self._state = state
-        return self._state  # Return one object, which all prefix cache entries can share.
+    def present_state(self) -> object:
+        """Read the state of the model's weights and adapters, which takes milliseconds; it is equal
+        to ``state`` as long as they are unchanged."""
+        return weights_key(self.family.model)
 
     @property
     def sigmas(self) -> dict[int, torch.Tensor]:
         """Query-key balancing vectors by layer index, see ``oscar_mm.cache.cache.balancing_of``."""
-        if self._weights is None:
+        if self.state is None:
             self.refresh()
         return self._sigmas
 
     def refresh(self) -> bool:
         """Check the model's weights; if they have changed, recompute values that depend on them.
 
+        Call this before the first of several requests: weights change only while no request runs.
+
         Returns:
             Whether the weights have changed.
         """
         model = self.family.model
-        if weights_key(model) == self._weights:
+        if self.present_state() == self.state:
             return False
         self._sigmas = balancing_of(model, self._store.policy)
         fast = self.family.device.type == "cuda" and PromptLayers.takes(model)
         if fast:
             join_projections(model)
-        self._weights = weights_key(model)  # Now, since joining moves weights.
+        self.state = self.present_state()  # Now, since joining moves weights.
         self._layers = PromptLayers(model, MAX_TOKENS) if fast else None
         return True
 

@@ -246,7 +246,7 @@ class Scheduler:
     def _confirm_prefixes(self) -> None:
         """Once idle, confirm the prefix cache: from now on, weights may be changed."""
         if self.prefixes is not None and not (self.is_running or self.prefixes.is_confirmed):
-            self.prefixes.confirm(self.reader.state)
+            self.prefixes.confirm(self.reader.present_state())
 
     def _dequeue(self, entry: Request | Call) -> None:
         """Remove an entry from the queue and retry the other entries, which it may have
@@ -277,8 +277,8 @@ class Scheduler:
         self._confirm_prefixes()
 
     def _prepare(self) -> None:
-        """Prepare to leave the idle state: return surplus pool memory, and drop the graphs if the
-        weights changed."""
+        """Prepare to leave the idle state: return surplus pool memory, and drop the graphs and
+        prefixes of other weights if these have changed."""
         waiting = (entry for entry in list(self._queue) if isinstance(entry, Request))
         prompts = [(x.prompt, x.cache) for x in waiting if not x.ended]
         growths = [self.admission.growth(prompt, 1, cache) for prompt, cache in prompts]
@@ -288,6 +288,8 @@ class Scheduler:
         if self.reader.refresh():
             self._batches.forget_batch()
             self._mixed, self._may_mix = None, True
+        if self.prefixes is not None:
+            self.prefixes.confirm(self.reader.state)
 
     def _admit(self) -> None:
         """Admit requests that get memory, and prefill short prompts together.
@@ -551,7 +553,6 @@ class Scheduler:
         prompt, cache, prefix, shared = request.prompt, request.cache, None, 0
         if self.prefixes is not None and not request.has_past:
             request.reader_state = self._reader_state(prompt)
-            self.prefixes.confirm(request.reader_state.weights)
             if request.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
                 prefix, shared = self.prefixes.find(prompt, request.reader_state)
             prompt = self.family.marked(prompt, [shared, kept_tokens(prompt)])
@@ -566,7 +567,7 @@ class Scheduler:
         request.unread, request.cache = prompt, cache
 
     def _reader_state(self, prompt: Prompt) -> ReaderState:
-        """Return the present state that a prompt's keys and values depend on."""
+        """Return the state that a prompt's keys and values depend on."""
         adapters = RowAdapters.of(self.family.model)
         own = None if adapters is None else adapters.digest(prompt.adapter)
         return ReaderState(processor_settings(self.family.processor), self.reader.state, own)
