@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 
 import numpy as np
@@ -118,6 +119,7 @@ class DecodeRunner:
         cache: cache of the rows.
         axes: leading axes of the position ids, see ``GraphRunner``.
         device: device of the model's inputs.
+        before_wait: function called before each wait for the tokens of a step.
 
     Attributes:
         rows: rows of the batch; None marks padding.
@@ -132,8 +134,10 @@ class DecodeRunner:
         cache: OscarCache,
         axes: tuple[int, ...],
         device: torch.device,
+        before_wait: Callable[[], object] = nullcontext,
     ) -> None:
         self._model, self._cache, self._axes, self._device = model, cache, axes, device
+        self._before_wait = before_wait
         self._ranks = TPGroup.of(model)
         self.rows: list[RequestState | None] = []
         self.piece: PromptPiece | None = None
@@ -237,6 +241,7 @@ class DecodeRunner:
             steps.ahead(self._tokens, _flags(no_more), piece)
             if piece is not None and begin is not None and piece.logits is not None:
                 launched = begin, DeviceTimer(self._device), perf_counter()
+        self._before_wait()
         arrived = _give(rows, chosen)
         if launched is not None:
             self.early = EarlyPass(*launched, arrived)
@@ -276,6 +281,7 @@ class DecodeRunner:
         self._tokens = None
         drafts = verified.tokens[1:].to("cpu", non_blocking=True)
         row.drafted += len(drafts)
+        self._before_wait()
         for place, (token, logprob) in enumerate(self._choices(row, verified.logits)):
             row.next_logprob = logprob
             row.take(token)

@@ -55,6 +55,11 @@ class Schedules(Protocol):
         """End all requests with an error."""
         ...
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the device computes a decode step whose tokens the host has yet to read."""
+        ...
+
 
 class _Waiter:
     """Thread that waits for the engine's steps.
@@ -87,11 +92,13 @@ class EngineThread:
     the first call, also in a forked process, and ends with this object.
 
     Attributes:
-        watchers: functions called in the engine thread after each step.
+        watchers: functions called in the engine thread after each step, see ``call_watchers``.
     """
 
     def __init__(self) -> None:
         self.watchers: list[Job] = []
+        self._watchers_due = False
+        """Whether a step has ended since the watchers were called."""
         self._starting = threading.Lock()
         self._process = 0
         self._thread: threading.Thread | None = None
@@ -183,7 +190,8 @@ class EngineThread:
         """Run steps within the block as long as there are requests, even if no thread waits.
 
         Args:
-            after_step: function called after each step, in the engine thread.
+            after_step: function called after each step, in the engine thread; see
+                ``call_watchers``.
         """
 
         def change(count: int, change: Callable[[Job], None]) -> None:
@@ -222,6 +230,7 @@ class EngineThread:
             # A forked process has no other threads, so their calls and waits are dropped.
             self._inbox, self._passes, self._waiters = SimpleQueue(), deque(), []
             self._works, self._keeps_stepping, self.watchers = False, 0, []
+            self._watchers_due = False
             thread = threading.Thread(
                 target=_run_jobs, args=[self._inbox], name="oscar-engine", daemon=True
             )
@@ -255,6 +264,7 @@ class EngineThread:
             elif self._passes or not self._inbox.empty():
                 continue
             else:
+                self.call_watchers()
                 return
 
     def _step(self, schedulers: list[Schedules]) -> None:
@@ -268,8 +278,23 @@ class EngineThread:
         self.after_step()
 
     def after_step(self) -> None:
-        """Wake the threads whose wait is over, and call the watchers."""
+        """Wake the threads whose wait is over, and call the watchers, at once or soon."""
         self.release_waiters()
+        self._watchers_due = True
+        if not any(scheduler.is_ahead for scheduler in self.schedulers):
+            self.call_watchers()
+
+    def call_watchers(self) -> None:
+        """Call the watchers if a step has ended since they were called.
+
+        While the device computes the next step, they are called only once the step after that is
+        launched and this thread waits for the device. Other threads that they wake, such as a
+        server's event loop, then have the interpreter to themselves. If they had it before, the
+        device would wait for the launch.
+        """
+        if not self._watchers_due:
+            return
+        self._watchers_due = False
         for watcher in tuple(self.watchers):
             try:
                 watcher()

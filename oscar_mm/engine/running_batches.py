@@ -219,6 +219,11 @@ class RunningBatches:
             self._shared = None
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether the device computes a step whose tokens the host has yet to read."""
+        return any(group.batch.is_ahead for group in self._batches)
+
+    @property
     def rows(self) -> int:
         """Number of rows of the shared batch's next step; 0 if there is no shared batch."""
         return 0 if self._shared is None else self._shared.next_rows
@@ -269,6 +274,7 @@ class RunningBatches:
     def after_step(self) -> None:
         """Wake the threads that wait for a step, after a step between the layers of a prompt."""
         self._thread.after_step()
+        self._thread.call_watchers()  # The next step may come late.
 
     def reading_share(self, others: int = 0) -> float:
         """Return the ratio of prefill time to decode time.
@@ -332,4 +338,5 @@ class RunningBatches:
 
     def _batch(self, request: Request, cache: OscarCache) -> DecodeRunner:
         positions = request.prompt.positions
-        return DecodeRunner(self.family.model, cache, positions.shape[:-2], positions.device)
+        axes, device = positions.shape[:-2], positions.device
+        return DecodeRunner(self.family.model, cache, axes, device, self._thread.call_watchers)

@@ -176,6 +176,11 @@ class Scheduler:
         return bool(self._queue) or self.is_running
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether the device computes a decode step whose tokens the host has yet to read."""
+        return self._batches.is_ahead
+
+    @property
     def freed(self) -> bool:
         """Whether requests have ended since the queue was blocked."""
         return self._batches.freed
@@ -330,6 +335,7 @@ class Scheduler:
         """
         while (seconds := self._seconds_for_prompts()) > 0:
             end = perf_counter() + seconds
+            self._thread.call_watchers()
             if not self._thread.wait_for_call(seconds):
                 self._wait_ended = end  # If other threads delay this one, it must wake up earlier.
                 return
@@ -591,12 +597,14 @@ class Scheduler:
         """Prefill prompts, or a chunk of a prompt, and sample the first token for each completed
         prompt."""
         live = [request for request in requests if not request.ended]
+        self._thread.call_watchers()  # Before long work.
         for read, chosen in self._read_beginnings(live) if live else []:
             self._take_beginning(read, chosen)
 
     def _take_beginning(self, read: list[Request], chosen: SampledTokens) -> None:
         """Give requests their first tokens, keep their prompts in the prefix cache, and let them
         join the decode steps."""
+        self._thread.call_watchers()
         tokens = chosen.listed()
         logprobs = chosen.logprobs(tokens)
         for place, (request, token) in enumerate(zip(read, tokens, strict=True)):

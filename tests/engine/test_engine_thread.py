@@ -27,7 +27,7 @@ class Steps:
         self.thread, self.left, self.made = thread, left, 0
         self.error: BaseException | None = None
         self.failed: BaseException | None = None
-        self.freed = False
+        self.freed = self.is_ahead = False
         self.between: Callable[[], object] = bool
         thread.add(self)
 
@@ -123,6 +123,28 @@ def test_stepping_without_a_thread_that_waits() -> None:
     thread.wake()
     thread.call(lambda: None)
     assert steps.made == 5
+
+
+def test_watchers_wait_until_the_next_step_is_launched() -> None:
+    thread, events = EngineThread(), list[str]()
+    steps = Steps(thread)
+
+    def launch() -> None:
+        events.append("launched")
+        thread.call_watchers()
+        steps.is_ahead = steps.left > 1  # The last one has no successor.
+
+    steps.between = launch
+    with thread.keep_stepping(lambda: events.append("called")):
+        steps.left = 3
+        thread.wake()
+        thread.run_until(lambda: not steps.left)
+        assert thread.call(lambda: events) == ["launched", *["launched", "called"] * 2, "called"]
+        # Here, the device computes a step that nobody needs any more.
+        steps.left, steps.between = 1, lambda: setattr(steps, "is_ahead", True)
+        thread.wake()
+        thread.run_until(lambda: not steps.left)
+        assert thread.call(lambda: events[-2:]) == ["called", "called"]
 
 
 def test_an_error_of_a_step_fails_its_requests_alone() -> None:
@@ -294,7 +316,7 @@ import atexit, signal, time
 from oscar_mm.engine.engine_thread import EngineThread
 
 class Steps:
-    freed, is_running, has_work = False, True, True
+    freed, is_ahead, is_running, has_work = False, False, True, True
     drop_ended = unblock = fail_all = lambda *_: None
 
     def advance(self):
