@@ -107,7 +107,8 @@ class SharedMedia:
             except BaseException:
                 cache.reset()
                 raise
-            self._state = reader.present_state()  # Now, since a model's first prefill on a GPU moves weights.
+            # Only now, since a model's first prefill on a GPU moves weights.
+            self._state = reader.present_state()
 
         self.pipe.engine.call(prefill, runs_model=True)
         self._prompt = replace(self._prompt, inputs={"input_ids": self._prompt.inputs["input_ids"]})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -92,8 +91,6 @@ _READERS = 2
 """Number of threads that parse requests."""
 _BODIES = 8
 """Maximum total size of all request bodies in memory, in multiples of the maximum request size."""
-_SENDING_S = 0.005
-"""Maximum seconds that a step waits for the pieces of the previous step to be sent."""
 _SENDING_SHARE = 0.3
 """Maximum share of the time in which pieces are sent; if it would be more, pieces of several steps
 are sent together. While pieces are sent, the engine thread waits for the interpreter: with 64
@@ -203,22 +200,15 @@ class Service:
     @contextmanager
     def steps(self) -> Iterator[None]:
         """Serve requests within the block, and send new pieces of answers after each step, or less
-        often if sending would take more than ``_SENDING_SHARE`` of the time.
-
-        The next step waits briefly until the pieces are sent. Otherwise the event loop would wait
-        for the engine thread at each piece, because both threads share the interpreter.
-        """
-        loop, sent = asyncio.get_running_loop(), threading.Event()
-        watchers, due = self.places.watchers, perf_counter()
+        often if sending would take more than ``_SENDING_SHARE`` of the time."""
+        loop, watchers, due = asyncio.get_running_loop(), self.places.watchers, perf_counter()
         late: asyncio.TimerHandle | None = None
 
         def after_step() -> None:
             if not watchers or perf_counter() < due:
                 return
-            sent.clear()
             with suppress(RuntimeError):  # The event loop is closed.
                 loop.call_soon_threadsafe(send)
-                sent.wait(_SENDING_S)
 
         def send() -> None:
             begin = perf_counter()
@@ -236,7 +226,6 @@ class Service:
                 pause = min(took / _SENDING_SHARE - took, _MAX_PAUSE_S)
                 due = perf_counter() + pause
                 late = loop.call_later(pause + _LATE_S, send)
-            sent.set()
 
         try:
             with self.conversations.pipe.engine.keep_stepping(after_step):
