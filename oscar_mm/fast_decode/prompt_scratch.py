@@ -40,8 +40,8 @@ MAX_PROMPTS = 8
 """Maximum number of prompts that have tokens in a piece. Where our kernel does not run,
 FlashAttention 2 takes 0.7 us per layer for each of them, even if a piece has fewer (H200)."""
 _MAX_TOKENS = 8192
-_MEMORY_SHARE = 128
-"""The scratch takes at most this fraction of the GPU's memory: 1/128."""
+_MEMORY_SHARE = 64
+"""The scratch takes at most this fraction of the GPU's memory: 1/64."""
 _MAX_DECODING = 256
 """Maximum number of decoding rows of a pass."""
 
