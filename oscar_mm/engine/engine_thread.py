@@ -57,7 +57,7 @@ class Schedules(Protocol):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the device computes a decode step whose tokens the host has yet to read."""
+        """Whether the device computes a decode step whose tokens the host is about to read."""
         ...
 
 

@@ -220,8 +220,8 @@ class RunningBatches:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the device computes a step whose tokens the host has yet to read."""
-        return any(group.batch.is_ahead for group in self._batches)
+        """Whether the device computes a step whose tokens the host is about to read."""
+        return any(group.is_running and group.batch.is_ahead for group in self._batches)
 
     @property
     def rows(self) -> int:

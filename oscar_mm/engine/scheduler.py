@@ -177,7 +177,7 @@ class Scheduler:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the device computes a decode step whose tokens the host has yet to read."""
+        """Whether the device computes a decode step whose tokens the host is about to read."""
         return self._batches.is_ahead
 
     @property

@@ -13,7 +13,7 @@ from oscar_mm.engine.device_timer import EarlyPass, PassTimer
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.media_rows import media_rows
 from oscar_mm.engine.request import Request
-from oscar_mm.engine.sampling import Sampler
+from oscar_mm.engine.sampling import SampledTokens, Sampler
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from tests.engine.engine import SimulatedTimer, empty, loaded, made, run, together
 from tests.engine.test_mixed_prefill import CARDS, text, unmixed
@@ -193,3 +193,39 @@ def test_random_waits(qwen3_vl_folder, capture, small, seed, monkeypatch) -> Non
         assert tokens == expected[which][: len(tokens)]
     assert any(waits)
     assert empty(pipe)
+
+
+def test_watchers_are_called_once_the_next_step_is_launched(
+    qwen3_vl_folder, capture, small, monkeypatch
+) -> None:
+    """Threads that they wake then have the interpreter while the device computes."""
+    events, ahead, listed = list[str](), GraphRunner.ahead, SampledTokens.listed
+
+    def launches(self: GraphRunner, *given) -> None:
+        ahead(self, *given)
+        events.append("launch" if self.is_ahead else "none")
+
+    def waits(self: SampledTokens) -> list[int]:
+        events.append("wait")
+        return listed(self)
+
+    monkeypatch.setattr(GraphRunner, "ahead", launches)
+    monkeypatch.setattr(SampledTokens, "listed", waits)
+    pipe = loaded(qwen3_vl_folder)
+    running = [made(pipe, text(5, seed), max_new_tokens=20 + seed) for seed in range(3)]
+    seen = [0]
+
+    def look() -> None:
+        events.append("called")
+        seen.append(sum(len(one.tokens) for one in running))
+
+    with pipe.engine.keep_stepping(look):
+        for one in running:
+            pipe.engine.submit(one)
+        run(pipe, running)
+        pipe.engine.call(lambda: None)
+    assert seen == sorted(seen) and seen[-1] == 20 + 21 + 22
+    steps = " ".join(events)
+    assert (
+        steps.count("launch called wait") >= 5 and "launch called wait called launch" not in steps
+    )
