@@ -468,15 +468,21 @@ class StepPlan:
         if self.fixed is not None:
             return self.fixed.slots(device, places)
 
-        def tables(pack_jobs: list[PackJob]) -> SlotTables:
-            bits, jobs = pack_jobs[0].bits, store_jobs(pack_jobs)
+        def arrays(pack_jobs: list[PackJob]) -> tuple[np.ndarray, np.ndarray]:
             begins = np.concatenate([one.beginnings() for one in pack_jobs])
+            return store_jobs(pack_jobs), begins
+
+        def tables(bits: Bits, jobs: np.ndarray, begins: np.ndarray) -> SlotTables:
             if places is not None:
                 jobs, begins = places.jobs(bits, jobs), places.begins(bits, begins)
                 jobs, begins = (x[x[:, 0] != DROPPED] for x in (jobs, begins))
             return SlotTables(upload(jobs, device), upload(begins, device))
 
-        return self.once(("slots", device, places), lambda: self._by_bits(tables))
+        def make() -> dict[Bits, SlotTables]:
+            found = self.once(("jobs",), lambda: self._by_bits(arrays))
+            return {bits: tables(bits, *of_bits) for bits, of_bits in found.items()}
+
+        return self.once(("slots", device, places), make)
 
     def _by_bits(self, tables: Callable[[list[PackJob]], Any]) -> dict[Bits, Any]:
         jobs = self.all_jobs

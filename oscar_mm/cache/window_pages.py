@@ -30,6 +30,9 @@ _RESERVED = 2
 _MARGIN = 16
 """Number of tokens before a window that also keep their place, since passes that are planned or in
 flight may begin at earlier tokens than the next one."""
+_GROWTH = 16
+"""After a sweep, at least one place in so many is free. So a sweep, which looks at all sequences,
+comes once in many new pages, however many sequences there are."""
 _LATEST_MARKS, _MARKED_WINDOWS = 6, 4
 """A sequence keeps the windows of its latest marks, and of all marks in its last tokens, in
 windows."""
@@ -124,8 +127,7 @@ class _Places:
         """Add free places until there are ``count``."""
         if not self.capacity:
             self.capacity = _RESERVED
-        if (missing := count - len(self.free)) > 0:
-            more = max(missing, self.capacity // 32)
+        if (more := count - len(self.free)) > 0:
             self.free += range(self.capacity + more - 1, self.capacity - 1, -1)
             self.capacity += more
 
@@ -241,11 +243,13 @@ class WindowPages:
         for page in kept:
             if not owners(page):
                 places.planned[page] = self._allocators[bits].uses(page)
-        if sweep is not None and len(self._missing(places, kept)) > len(places.free):
-            sweep()
         missing = self._missing(places, kept)
+        if len(missing) > len(places.free):
+            if sweep is not None:
+                sweep()
+                missing = self._missing(places, kept)
+            places.grow(max(len(missing), places.capacity // _GROWTH))
         if missing:
-            places.grow(len(missing))
             places.of_page[missing] = [places.free.pop() for _ in missing]
 
     @staticmethod
@@ -260,21 +264,31 @@ class WindowPages:
             streams = [(code, one) for code, one in table.streams.items() if one.pages]
             for code, stream in streams:
                 found[stream.bits].add(stream.pages[-1])
+                ends = _ends(stream)
                 for length in lengths:
-                    found[stream.bits].update(self._in_window(table, code, stream, length, _MARGIN))
+                    inside = self._in_window(table, code, ends, length, _MARGIN)
+                    found[stream.bits].update(stream.pages[inside])
         return found
 
     def _in_window(
-        self, table: SequenceTable, code: int, stream: ModalityTable, length: int, margin: int = 0
-    ) -> Sequence[int]:
-        """Return the pages of a stream of which some tokens are in the window after ``length``
-        tokens."""
+        self, table: SequenceTable, code: int, ends: np.ndarray, length: int, margin: int = 0
+    ) -> slice:
+        """Return which pages of a stream have tokens in the window after ``length`` tokens.
+
+        Args:
+            table: the sequence.
+            code: modality of the stream.
+            ends: see ``_ends``.
+            length: number of tokens.
+            margin: number of tokens before the window that count as well.
+        """
         start = max(0, length - self.window + 1 - margin)
-        first = table.codes.count(code, 0, start)
         count = table.codes.count(code, start, length)
-        ends = np.cumsum(np.subtract(stream.stops, stream.starts))
-        last = int(np.searchsorted(ends, first + count, "left"))
-        return stream.pages[int(np.searchsorted(ends, first, "right")) : last + 1] if count else ()
+        if not count:
+            return slice(0)
+        first = table.codes.count(code, 0, start)
+        last = int(ends.searchsorted(first + count, "left"))
+        return slice(int(ends.searchsorted(first, "right")), last + 1)
 
     def can_return(self, table: SequenceTable, length: int) -> bool:
         """Return whether all pages in the window after the first ``length`` tokens have places."""
@@ -282,7 +296,7 @@ class WindowPages:
             self.has(stream.bits, page)
             for code, stream in table.streams.items()
             if stream.pages
-            for page in self._in_window(table, code, stream, length)
+            for page in stream.pages[self._in_window(table, code, _ends(stream), length)]
         )
 
     def sweep(self, reaches: Iterable[Reach], sources: Iterable[tuple[Bits, int]] = ()) -> None:
@@ -320,6 +334,11 @@ class WindowPages:
         places.of_page, places.free, places.planned = new.astype(np.int32), [], {}
         places.capacity = _RESERVED + len(used) if len(used) else 0
         return [DROPPED, ZEROS, *used.tolist()] if len(used) else []
+
+
+def _ends(stream: ModalityTable) -> np.ndarray:
+    """Return, for each page of a stream, the number of the stream's tokens up to the page's end."""
+    return np.cumsum(np.subtract(stream.stops, stream.starts))
 
 
 def reach_of(table: SequenceTable, marks: Iterable[int], window: int) -> Reach:
