@@ -6,6 +6,7 @@ splits every layer among several processes.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from transformers import (
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from oscar_mm.admission.capacity import heads_by_layer
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError, shown
@@ -517,8 +519,7 @@ def _processes() -> int:
 
 
 def _check_heads(config: Any, count: int) -> None:
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = math.gcd(*(kv_heads for kv_heads, _ in heads_by_layer(config)))
     if heads % count:
         possible = " or ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise InputError(

@@ -18,7 +18,7 @@ _KINDS = {"attention", "full_attention", "sliding_attention", "chunked_attention
 """Types of layers whose keys and values the cache keeps."""
 _HYBRIDS = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """Model types of decoders with Gated DeltaNet layers, whose states the cache keeps."""
-_TWO_WAY = frozenset({"gemma4", "gemma4_unified", "git", "paligemma"})
+_TWO_WAY = frozenset({"gemma4_unified", "git", "paligemma"})
 """Model types whose media tokens also attend to later ones."""
 _OTHER = "attention of another kind: its logits with the cache differ from those without one"
 _TOKENS = 16
@@ -118,7 +118,11 @@ def _of_config(config: Any, with_states: bool) -> Iterator[str]:
         yield "soft-capped attention scores"
     if getattr(text, "num_kv_shared_layers", None):
         yield "layers that share keys and values"
-    if config.model_type in _TWO_WAY or getattr(text, "use_bidirectional_attention", False):
+    if getattr(text, "hidden_size_per_layer_input", None):
+        yield "embeddings of its own for each layer"
+    two_way = getattr(text, "use_bidirectional_attention", None)
+    in_images = text.model_type == "gemma4_text" and two_way == "vision"
+    if config.model_type in _TWO_WAY or (two_way and not in_images):
         yield "two-way attention among tokens"
 
 

@@ -81,6 +81,38 @@ def _gemma3() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     return processor, "<image_soft_token>", vision, {"mm_tokens_per_image": 16}
 
 
+def _gemma4() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    tokenizer = _tokenizer(
+        "<|image|>",
+        image_token="<|image|>",
+        boi_token="<|image>",
+        eoi_token="<image|>",
+        audio_token="<|audio|>",
+        boa_token="<|audio>",
+        eoa_token="<audio|>",
+    )
+    processor = transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(patch_size=8, max_soft_tokens=70),
+        tokenizer,
+        transformers.Gemma4VideoProcessor(patch_size=8),
+        chat_template=tokenizer.chat_template,
+    )
+    ids = {
+        f"{kind}_token_id": tokenizer.convert_tokens_to_ids(token)
+        for kind, token in {
+            "boi": "<|image>",
+            "eoi": "<image|>",
+            "audio": "<|audio|>",
+            "boa": "<|audio>",
+            "video": "<|video|>",
+        }.items()
+    }
+    ids["eoa_token_index"] = tokenizer.convert_tokens_to_ids("<audio|>")
+    vision = _TOWER | {"patch_size": 8, "num_key_value_heads": 2, "head_dim": 16}
+    return processor, "<|image|>", vision, ids | {"audio_config": None}
+
+
 def _mistral3() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     tokenizer = _tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
     processor = transformers.PixtralProcessor(
@@ -285,6 +317,23 @@ PICTURES: dict[str, tuple[Callable[[], tuple[Any, str, dict[str, Any], dict[str,
             "model_type": "gemma3_text",
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": 24,
+        },
+    ),
+    "gemma4": (
+        _gemma4,
+        {
+            "model_type": "gemma4_text",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 2.0,
         },
     ),
     "mistral3": (_mistral3, {"model_type": "mistral", "sliding_window": None}),

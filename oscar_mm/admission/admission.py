@@ -18,6 +18,7 @@ from oscar_mm.admission.capacity import (
     Reservation,
     activation_bytes,
     free_bytes,
+    heads_by_layer,
 )
 from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
 from oscar_mm.cache.block_table import SlotSet, min_page_tokens
@@ -411,16 +412,20 @@ class Admission:
     @property
     def layer_shapes(self) -> list[LayerShape | StateShape]:
         """Shape of each layer's keys and values, for the heads of this rank, or of its state."""
-        shape, states = self._kv_shape, kinds_of_states(self.model.config)
-        layers = sorted(self.family.layer_devices)
-        return [self._state_shape if index in states else shape for index in layers]
+        states, layers = kinds_of_states(self.model.config), sorted(self.family.layer_devices)
+        shapes = self._kv_shapes
+        return [self._state_shape if index in states else shapes[index] for index in layers]
 
     @property
-    def _kv_shape(self) -> LayerShape:
-        """Shape of the keys and values of every layer that has them."""
-        shape = ModelShape.of(self.model.config, 0)
-        heads = max(1, shape.kv_heads // self.store.ranks.count)
-        return LayerShape(heads, shape.head_dim, self._dtype)
+    def _kv_shapes(self) -> dict[int, LayerShape]:
+        """Shape of each layer's keys and values, if it has them, for the heads of this rank."""
+        ranks, heads = self.store.ranks.count, heads_by_layer(self.model.config)
+        last = len(heads) - 1  # The layer of a draft module comes after it, and has as many heads.
+        return {
+            index: LayerShape(max(1, kv_heads // ranks), head_dim, self._dtype)
+            for index in self.family.layer_devices
+            for kv_heads, head_dim in [heads[min(index, last)]]
+        }
 
     @property
     def _state_shape(self) -> StateShape:
@@ -634,12 +639,17 @@ class Admission:
 
     def _sum_slot_bytes(self) -> _SlotBytes:
         shape, states = ModelShape.of(self.model.config, 0), kinds_of_states(self.model.config)
-        own = replace(shape, kv_heads=self._kv_shape.kv_heads)
-        dtype = unpacked_dtype(self.store.policy, self._dtype)
-        expected = own.slot_bytes(self.store.policy, dtype.itemsize)
+        dtype, shapes = unpacked_dtype(self.store.policy, self._dtype), self._kv_shapes
+        sizes = {
+            one: replace(shape, kv_heads=one.kv_heads, head_dim=one.head_dim).slot_bytes(
+                self.store.policy, dtype.itemsize
+            )
+            for one in {*shapes.values()}
+        }
         by_device: _SlotBytes = {}
         for index, device in self.family.layer_devices.items():
             pools, window = self.store.layers.get(index), self.store.windows.get(index)
+            expected = sizes[shapes[index]]
             by_window = by_device.setdefault(device, {None: dict.fromkeys(expected, 0)})
             sums = by_window.setdefault(window, dict.fromkeys(expected, 0))
             for bits in () if index in states else sums:

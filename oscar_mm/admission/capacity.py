@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +69,8 @@ class ModelShape:
         stored_bytes: bytes of quantized weights; None in 16-bit precision.
         state_bytes: bytes of the states that the other layers keep of a conversation.
         windows: sizes in tokens of the sliding windows of those layers that have one.
+        full: KV heads and channels per head of the layers without a window, if these differ from
+            those of the other layers.
     """
 
     layers: int
@@ -78,25 +80,39 @@ class ModelShape:
     stored_bytes: int | None = None
     state_bytes: int = 0
     windows: tuple[int, ...] = ()
+    full: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, config: Any, parameters: int, stored_bytes: int | None = None) -> ModelShape:
         """Return the dimensions of a model from its transformers configuration."""
         text, states = config.get_text_config(), len(layers_of_states(config))
-        heads = text.num_attention_heads
-        known = states and hasattr(text, "linear_num_value_heads")
+        known, windows = states and hasattr(text, "linear_num_value_heads"), windows_of(config)
+        heads = heads_by_layer(config)
+        kv_heads, head_dim = heads[min(windows, default=0)]
+        others = {one for i, one in enumerate(heads) if i not in windows} - {(kv_heads, head_dim)}
         return cls(
             layers=text.num_hidden_layers - states,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             parameters=parameters,
             stored_bytes=stored_bytes,
             state_bytes=states * StateShape.of(config, torch.bfloat16).bytes if known else 0,
-            windows=tuple(windows_of(config).values()),
+            windows=tuple(windows.values()),
+            full=next(iter(others), None),
         )
+
+    @property
+    def of_full(self) -> ModelShape:
+        """The dimensions with the heads of layers without a window in all layers."""
+        if self.full is None:
+            return self
+        kv_heads, head_dim = self.full
+        return replace(self, kv_heads=kv_heads, head_dim=head_dim, full=None)
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
         """Return bits -> bytes of a page in one layer; ``PLAIN`` -> bytes of an unpacked token.
+
+        If ``full`` is not None, this is for layers with a window; see ``of_full`` for the others.
 
         Args:
             policy: how keys and values are stored.
@@ -129,13 +145,13 @@ class ModelShape:
         media = [(one, tokens.get(one.label, 0)) for one in Modality if one is not Modality.TEXT]
         order = [(Modality.TEXT, sinks), *media, (Modality.TEXT, text - sinks)]
         row = np.concatenate([np.full(count, int(one), np.int8) for one, count in order])
-        forecast, sizes = slot_forecast(policy, row, 0), self.slot_bytes(policy)
+        forecast = slot_forecast(policy, row, 0)
 
-        def layer_bytes(found: SlotForecast) -> int:
-            return int(bytes_over_time(found.held, sizes)[0])
+        def layer_bytes(found: SlotForecast, shape: ModelShape) -> int:
+            return int(bytes_over_time(found.held, shape.slot_bytes(policy))[0])
 
-        pages = (self.layers - len(self.windows)) * layer_bytes(forecast)
-        pages += sum(layer_bytes(forecast.in_window(window)) for window in self.windows)
+        pages = (self.layers - len(self.windows)) * layer_bytes(forecast, self.of_full)
+        pages += sum(layer_bytes(forecast.in_window(window), self) for window in self.windows)
         return pages + self.state_bytes
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
@@ -143,6 +159,23 @@ class ModelShape:
         if the weights do not fit."""
         available = gpu_bytes * (1 - RESERVED) - self.weight_bytes
         return max(0, int(available // max(1, self.kv_bytes(policy, tokens))))
+
+
+def heads_by_layer(config: Any) -> list[tuple[int, int]]:
+    """Return the number of KV heads, and of channels per head, of each decoder layer.
+
+    Args:
+        config: transformers configuration; in Gemma 4, layers differ.
+    """
+    text = config.get_text_config()
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+
+    def heads_of(layer: Any) -> tuple[int, int]:
+        heads = layer.num_attention_heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        return kv_heads, getattr(layer, "head_dim", None) or layer.hidden_size // heads
+
+    return [heads_of(layers[index]) for index in range(text.num_hidden_layers)]
 
 
 class Spillable(Protocol):

@@ -116,7 +116,13 @@ class Family(ChatFormat, ABC):
         self.outer_model, self.model = model, self.text_part(model)
         choose_experts(self.model)
         for layer in self.model.get_decoder().layers if self.layout.two_way else ():
-            setattr(layer.self_attn, TWO_WAY, self.layout.two_way)
+            if self.attends_two_way(layer.self_attn):
+                setattr(layer.self_attn, TWO_WAY, self.layout.two_way)
+
+    def attends_two_way(self, attention: Any) -> bool:
+        """Return whether media tokens attend to later ones in this attention module, if they do in
+        some layers, see ``InputLayout.two_way``."""
+        return True
 
     @classmethod
     def text_part(cls, model: Any) -> Any:

@@ -16,6 +16,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -73,7 +75,8 @@ def layers_of_towers(model: Any) -> Iterator[nn.Module]:
     """Yield the layers of a model's towers."""
     decoder = model.get_decoder()
     for modality in ("image", "audio"):
-        parts = [*model.get_encoder(modality=modality).modules()]
+        tower = model.get_encoder(modality=modality)
+        parts = [] if tower is None else [*tower.modules()]
         if decoder not in parts:  # Otherwise this is the model itself: there is no such tower.
             yield from (x for part in parts if isinstance(part, nn.ModuleList) for x in part)
 
@@ -248,6 +251,13 @@ def embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
     raise NotImplementedError(f"{type(model).__name__} does not call its decoder")
 
 
+@dataclass
+class _Outputs(MoeModelOutputWithPast):
+    """Outputs of any decoder."""
+
+    shared_kv_states: Any = None  # In Gemma 4.
+
+
 class _Known(nn.Module):
     """Stands for a decoder whose outputs are known."""
 
@@ -255,8 +265,8 @@ class _Known(nn.Module):
         super().__init__()
         self.states = states
 
-    def forward(self, **_: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, self.states))
+    def forward(self, **_: Any) -> _Outputs:
+        return _Outputs(last_hidden_state=cast(torch.FloatTensor, self.states))
 
 
 def head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -267,7 +277,7 @@ def head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """
     place = model.base_model_prefix
     if getattr(model, place, None) is not model.get_decoder():
-        return model.get_output_embeddings()
+        return partial(_capped, model, model.get_output_embeddings())
 
     def logits(states: torch.Tensor) -> torch.Tensor:
         twin = copy.copy(model)
@@ -275,6 +285,13 @@ def head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return type(model).forward(twin, inputs_embeds=states[None], use_cache=False).logits[0]
 
     return logits
+
+
+def _capped(model: Any, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a model that also reads media, such as Gemma 4."""
+    found = head(states)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return found if cap is None else cap * torch.tanh(found / cap)
 
 
 def length(arguments: dict[str, Any]) -> int:

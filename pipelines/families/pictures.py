@@ -159,6 +159,25 @@ class Gemma3(PictureFamily):
 
 
 @register_family
+class Gemma4(PictureFamily):
+    """Family of Gemma 4 whose layers have keys and values of their own: 26B-A4B and 31B.
+
+    Tokens of an image attend to all others of the image in layers with a sliding window.
+    """
+
+    model_types = ("gemma4",)
+    name = "Gemma 4"
+    layout = InputLayout(
+        per_medium={"pixel_values": Modality.IMAGE, "image_position_ids": Modality.IMAGE},
+        two_way="run",
+    )
+
+    def attends_two_way(self, attention: Any) -> bool:
+        """See ``Family.attends_two_way``."""
+        return attention.is_sliding and attention.config.use_bidirectional_attention == "vision"
+
+
+@register_family
 class Mistral3(PictureFamily):
     """Family of Mistral Small 3.1 and Ministral 3: images of any shape, a token ends each row."""
 

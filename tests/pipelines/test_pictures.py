@@ -372,7 +372,8 @@ def test_frames_of_files(one: Pictures, tmp_path: Path) -> None:
     ("name", "what"),
     [
         ("gemma3n", "layers that share keys and values"),
-        ("gemma4", "two-way attention among tokens"),
+        ("gemma4", "embeddings of its own for each layer"),
+        ("gemma4_unified", "two-way attention among tokens"),
         ("paligemma", "two-way attention among tokens"),
     ],
 )

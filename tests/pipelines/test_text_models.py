@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm import InputError, KVPolicy, OscarVLPipeline
+from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.cli import run
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefill import read_prompt
@@ -48,6 +49,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
         | {"sliding_window": 24},
+    ),
+    "Gemma 4": (
+        "gemma4_text",
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+        | {"sliding_window": 24, "num_global_key_value_heads": 1, "global_head_dim": 128}
+        | {"attention_k_eq_v": True, "use_bidirectional_attention": "vision"}
+        | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 32},
     ),
     "gpt-oss": (
         "gpt_oss",
@@ -151,7 +161,7 @@ def test_prompts_share_a_pass(languages) -> None:
     "name",
     (
         *("mistral", "mistral with a window", "qwen3", "cohere2"),
-        *("gpt-oss", "qwen3_next", "qwen3_5_text"),
+        *("Gemma 4", "gpt-oss", "qwen3_next", "qwen3_5_text"),
     ),
 )
 def test_turns_are_those_of_transformers(languages, name: str, tmp_path: Path) -> None:
@@ -182,6 +192,22 @@ def test_prefixes_are_shared(languages) -> None:
         assert answer.token_ids == one.greedy(one.ids(text), 6)
         assert pipe.prefixes is not None
         assert (pipe.prefixes.tokens_saved > 0) == (number > 0)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "standard"])
+def test_layers_may_have_different_heads(languages, policy: str) -> None:
+    """What is expected before layers have pools is what their pools have."""
+    one = languages["Gemma 4"]
+    pipe = OscarVLPipeline(one.pipe.model, processor=one.tokenizer, policy=policy)
+    expected = [(shape.kv_heads, shape.head_dim) for shape in pipe.admission.layer_shapes]
+    report = pipe(prompt=QUESTIONS[0] * 20, max_new_tokens=8).memory
+    pools = [pool for _, pool in sorted(pipe.store.layers.items())]
+    assert [(pool.kv_heads, pool.head_dim) for pool in pools] == expected == [(2, 64), (1, 128)] * 2
+    if policy == "standard":
+        assert report.kv_bytes < report.bf16_bytes
+    shape = ModelShape.of(pipe.model.config, 0)
+    bytes_each = 2 * sum(heads * channels * 2 for heads, channels in expected)
+    assert shape.kv_bytes(KVPolicy.preset("bf16"), {"text": 100}) == 100 * bytes_each
 
 
 def test_packed_pages(languages) -> None:
