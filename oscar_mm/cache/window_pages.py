@@ -64,6 +64,20 @@ class Reach(NamedTuple):
     lengths: Sequence[int]
 
 
+class _Reached(NamedTuple):
+    """Pages of a sequence that windows reach, by stream.
+
+    Attributes:
+        table: the sequence, which keeps its ``id`` in use.
+        key: what the pages depend on.
+        pages: format and pages of each stream.
+    """
+
+    table: SequenceTable
+    key: tuple[Any, ...]
+    pages: list[tuple[Bits, set[int]]]
+
+
 def windows_of(config: Any) -> dict[int, int]:
     """Return layer index -> size in tokens of the layer's sliding window, for layers that have one.
 
@@ -146,6 +160,8 @@ class WindowPages:
     def __init__(self, window: int, allocators: Mapping[Bits, SlotPool]) -> None:
         self.window, self._allocators = window, allocators
         self._places = {bits: _Places() for bits in allocators if bits.packed}
+        self._known: dict[int, _Reached] = {}
+        """Results of ``_reached_by`` since the last sweep, by ``id`` of the table."""
 
     def __contains__(self, bits: object) -> bool:
         """Return whether slots of this kind have places; tokens in 16-bit precision do not."""
@@ -260,15 +276,32 @@ class WindowPages:
         """Return the pages of which some tokens are in a window, by format, and the last page of
         each stream."""
         found: dict[Bits, set[int]] = {bits: set() for bits in self._places}
-        for table, lengths in reaches:
-            streams = [(code, one) for code, one in table.streams.items() if one.pages]
-            for code, stream in streams:
-                found[stream.bits].add(stream.pages[-1])
-                ends = _ends(stream)
-                for length in lengths:
-                    inside = self._in_window(table, code, ends, length, _MARGIN)
-                    found[stream.bits].update(stream.pages[inside])
+        for reach in reaches:
+            for bits, pages in self._reached_by(reach):
+                found[bits].update(pages)
         return found
+
+    def _reached_by(self, reach: Reach) -> list[tuple[Bits, set[int]]]:
+        """Return ``reached`` for one sequence, by stream.
+
+        Sequences of a prefix cache never change, so their pages are looked for only once. A
+        sequence that has the same lengths and entries as before reaches the same pages: tokens
+        that a crop has removed, without an entry, came after all packed tokens of their stream.
+        """
+        table, lengths = reach
+        streams = [(code, one) for code, one in table.streams.items() if one.pages]
+        key = tuple(lengths), *((code, x.pages, x.starts, x.stops) for code, x in streams)
+        known = self._known.get(id(table))
+        if known is None or known.table is not table or known.key != key:
+            found = [(one.bits, self._of_stream(reach, code, one)) for code, one in streams]
+            known = self._known[id(table)] = _Reached(table, key, found)
+        return known.pages
+
+    def _of_stream(self, reach: Reach, code: int, stream: ModalityTable) -> set[int]:
+        ends, pages = _ends(stream), {stream.pages[-1]}
+        for length in reach.lengths:
+            pages.update(stream.pages[self._in_window(reach.table, code, ends, length, _MARGIN)])
+        return pages
 
     def _in_window(
         self, table: SequenceTable, code: int, ends: np.ndarray, length: int, margin: int = 0
@@ -306,7 +339,9 @@ class WindowPages:
             reaches: all sequences of the store.
             sources: format and id of further pages that keep their places.
         """
+        reaches = list(reaches)
         reached = self.reached(reaches)
+        self._known = {x: self._known[x] for x in (id(reach.table) for reach in reaches)}
         for bits, page in sources:
             reached[bits].add(page)
         for bits, wanted in reached.items():

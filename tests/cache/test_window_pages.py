@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from oscar_mm import KVPolicy, OscarCache, OscarVLPipeline
 from oscar_mm.cache.batch_view import BatchView
+from oscar_mm.cache.block_table import SlotPool
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.checked_file import read_checked, write_checked
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.saved_cache import load_cache, save_cache
-from oscar_mm.cache.window_pages import windows_of
+from oscar_mm.cache.window_pages import WindowPages, windows_of
 from oscar_mm.errors import InputError
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.policy import PLAIN
@@ -258,6 +259,17 @@ def test_damaged_files_are_refused(
     write_checked(tmp_path / "cache", tensors, {"oscar_mm.cache": json.dumps(text)})
     with pytest.raises(InputError, match=f"cache is damaged: .*{message}"):
         load_cache(tmp_path / "cache", fingerprint="x", store=store)
+
+
+def test_sweeps_come_once_in_many_pages() -> None:
+    """Also if all places stay in use, and with few places more than pages."""
+    slots, sweeps, count = SlotPool(), list[int](), 1600
+    [bits] = KVPolicy.preset("standard").packed_bits
+    places = WindowPages(150, {bits: slots})
+    for page in slots.allocate(count):
+        places.begin(bits, [page], None, lambda page=page: sweeps.append(page))
+    assert len(sweeps) < 100 and 0 not in {places.has(bits, page) for page in range(count)}
+    assert places.capacity(bits) < 1.07 * count
 
 
 def test_layers_may_have_two_windows(folder: Path) -> None:

@@ -22,6 +22,7 @@ import torch
 from oscar_mm import KVPolicy, OscarCache, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.window_pages import WindowPages
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.message import user_message
 from oscar_mm.engine.prefill import read_in_chunks
@@ -111,6 +112,10 @@ def test_layers_with_windows_do_not_grow(folder: Path) -> None:
         assert of_windows() <= [3 * (seed + 1)]
     assert pipe.prefixes.bytes == sum(one.held_bytes for one in pipe.prefixes.caches)
     assert pipe.prefixes.bytes == pipe.store.memory().used_bytes
+    looks = list[object]()
+    with patch.object(WindowPages, "_of_stream", lambda *given: looks.append(given)):
+        pipe.store.sweep()  # Entries do not change.
+    assert not looks
     pipe.prefixes.clear()
     assert pipe.store.memory().used_bytes == 0
 
