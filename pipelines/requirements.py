@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from oscar_mm.admission.capacity import heads_by_layer
 from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.errors import InputError
@@ -108,6 +109,8 @@ def _of_config(config: Any, with_states: bool) -> Iterator[str]:
         yield "an encoder and cross-attention to it"
     if getattr(text, "kv_lora_rank", None):
         yield LATENT
+    if (channels := getattr(text, "v_head_dim", None)) and channels != heads_by_layer(config)[0][1]:
+        yield "keys and values of different sizes"
     if states := {*layers_of_states(config)} - known:
         yield f"layers of {', '.join(sorted(states))}, which keep states instead of keys and values"
     if others := {*(getattr(text, "layer_types", None) or ())} - _KINDS - known:

@@ -263,6 +263,7 @@ REFUSED = {
     "gemma2": "soft-capped attention scores",
     "gpt2": "layers are not a list named layers",
     "jamba": "layers of linear_attention",
+    "mimo_v2_flash": "keys and values of different sizes",
     "whisper": "an encoder and cross-attention",
 }
 
