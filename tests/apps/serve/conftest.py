@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from tests.apps.serve.stalls import loop_of, show
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone
 from tests.tool_template import TOOL_TEMPLATE
@@ -23,6 +24,9 @@ openai = pytest.importorskip("openai", reason="needs the openai package")
 pytest.importorskip("fastapi", reason="needs fastapi")
 pytest.importorskip("prometheus_client", reason="needs prometheus-client")
 pytest.importorskip("uvicorn", reason="needs uvicorn")
+
+STOP_S = 20
+"""Maximum seconds in which a server without answers stops."""
 
 
 def encoded(data: bytes) -> str:
@@ -78,8 +82,10 @@ def started(app: Any) -> Iterator[tuple[Any, str]]:
     try:
         yield server, f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
-        thread.join(20)
+        server.should_exit, loop = True, loop_of(server)
+        thread.join(STOP_S)
+        if thread.is_alive():
+            show(loop)
         assert not thread.is_alive()
 
 

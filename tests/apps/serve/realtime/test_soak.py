@@ -23,6 +23,7 @@ from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from tests.apps.serve.conftest import started
 from tests.apps.serve.realtime.client import KEY, PUSH, RATE, Talk, connected, speech
+from tests.apps.serve.stalls import watched
 from tests.pipelines.conftest import NEVER
 
 SESSIONS, FIRST, TOGETHER = 100, 10, 5
@@ -136,11 +137,12 @@ def test_a_hundred_interrupted_sessions_leave_nothing(device: str) -> None:
     pipe = OscarOmniPipeline("pocket-omni", device=device)
     pipe.model.generation_config.eos_token_id = NEVER
     limits = ServerLimits(api_key=KEY, realtime=4 * TOGETHER, realtime_idle_s=IDLE_S)
-    with started(create_app(pipe, "tiny", limits)) as (server, address):
+    with started(create_app(pipe, "tiny", limits)) as (server, address), watched(server) as stall:
         asyncio.run(talk_all(address, range(FIRST)))
         before = left(server, pipe)
         asyncio.run(talk_all(address, range(FIRST, FIRST + SESSIONS)))
         after = left(server, pipe)
+    print(f"longest stall of the event loop: {stall[0]:.2f} s")
     print({name: (value, after[name] - value) for name, value in before.items()})
     assert before["pages"] == before["speech"] == before["slots"] == 0
     for name, value in before.items():
