@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -65,14 +65,17 @@ class Realtime:
             return
         self._open[address] += 1
         self._service.metrics.realtime.inc()
-        try:
+        with ExitStack() as place:
+            place.callback(self._free_place, address)
             offered = socket.scope.get("subprotocols", [])
             await socket.accept(_PROTOCOL if _PROTOCOL in offered else None)
-            await self._run(socket, model, client)
-        finally:
-            self._open[address] -= 1
-            self._open = +self._open
-            self._service.metrics.realtime.dec()
+            chat = await run_sync(partial(self._new_chat, model))
+            await self._run(socket, chat, model, client, place)
+
+    def _free_place(self, address: str) -> None:
+        self._open[address] -= 1
+        self._open = +self._open
+        self._service.metrics.realtime.dec()
 
     def _check(self, socket: WebSocket, model: str | None, address: str) -> None:
         """Refuse a session that may not begin.
@@ -95,8 +98,17 @@ class Realtime:
         response = JSONResponse(error.body, error.status, error.headers)
         await socket.send_denial_response(response)
 
-    async def _run(self, socket: WebSocket, model: str | None, client: tuple[str, ...]) -> None:
-        limits, session, sent = self._service.limits, None, 0
+    async def _run(
+        self,
+        socket: WebSocket,
+        chat: Chat,
+        model: str | None,
+        client: tuple[str, ...],
+        place: ExitStack,
+    ) -> None:
+        """Serve a session until it ends; ``place`` is emptied, and closed once the session's memory
+        is free."""
+        limits, sent = self._service.limits, 0
 
         async def send(event: dict[str, Any]) -> None:
             nonlocal sent
@@ -107,12 +119,10 @@ class Realtime:
                 async with asyncio.timeout(_SEND_S):
                     await socket.send_text(text)
             except (TimeoutError, WebSocketDisconnect, RuntimeError, OSError):
-                assert session is not None
                 session.leave()
                 reading.cancel()
 
         async def read() -> tuple[int, str]:
-            assert session is not None
             await session.begin()
             try:
                 async with asyncio.timeout(limits.realtime_s):
@@ -120,7 +130,6 @@ class Realtime:
             except TimeoutError:
                 return 1000, "the session was idle, or has lasted too long"
 
-        chat = await run_sync(partial(self._new_chat, model))
         session = RealtimeSession(self._service, chat, model, client, send, self._threads)
         reading = asyncio.ensure_future(read())
         try:
@@ -129,7 +138,10 @@ class Realtime:
                 ended = await asyncio.shield(reading)
         finally:
             reading.cancel()
-            await session.close()
+            session.leave()
+            # Not awaited: the engine frees the memory between two steps, and a step that compiles
+            # kernels takes long. Neither the connection nor the server's stop waits for it.
+            self._service.places.close(asyncio.ensure_future(_close(session, place.pop_all())))
         if socket.application_state is WebSocketState.CONNECTED:
             with suppress(WebSocketDisconnect, RuntimeError, OSError, TimeoutError):
                 async with asyncio.timeout(_SEND_S):
@@ -173,3 +185,9 @@ class Realtime:
             await session.take(data)
             budget -= (sent() - before_reply) / _EVENT_BYTES
         return 1008, "too many events"
+
+
+async def _close(session: RealtimeSession, place: ExitStack) -> None:
+    """Free the memory of a session that has ended, then its place."""
+    with place:
+        await session.close()

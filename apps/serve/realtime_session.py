@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 
 from oscar_mm.apps.serve.field_error import FieldError
 from oscar_mm.apps.serve.realtime_events import (
@@ -267,7 +266,7 @@ class RealtimeSession:
         """End the answer, and free the chat; call it once no event is handled any more."""
         self.leave()
         await self._tasks.close()
-        await run_sync(self._items.close)
+        await self._tasks.in_thread(self._items.close)
 
     def leave(self) -> None:
         """Send nothing more, since the client is gone, and end the answer."""

@@ -32,7 +32,7 @@ class RequestQueue:
     Attributes:
         workers: limiter of the threads that read requests and complete answers.
         watchers: functions to call after steps of the model, see ``Service.steps``.
-        closing: tasks that are closing answers.
+        closing: tasks that are closing answers and realtime sessions.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class RequestQueue:
         await self._wait_for(self._memory_freed, gone, timeout)
 
     def close(self, answer: asyncio.Task[None]) -> None:
-        """Keep a reference to a task that closes an answer until the task is done."""
+        """Keep a reference to a task that closes an answer or a realtime session until the task is
+        done."""
         self.closing.add(answer)
         answer.add_done_callback(self.closing.discard)
 
