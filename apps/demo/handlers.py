@@ -110,7 +110,7 @@ class Handlers:
         ``Ears.hear`` returns, and the memory panel, unchanged unless more of the question was
         read."""
         session = self._session(request)
-        marks = {"push": event.push is True, "ends": event.ends is True}
+        marks = {name: getattr(event, name) is True for name in ("push", "begins", "ends")}
         with _errors_as_messages():
             state = self._ears(session).hear(event.sound, **marks)
         if state == SPEAKING and session.is_answering:

@@ -44,6 +44,7 @@ const source = `registerProcessor('oscar-ears', class extends AudioWorkletProces
 const words = {listening: 'Listening …', speaking: 'You speak …', asked: 'Answering …'};
 let context = null, stream = null, waiting = [], size = 0, isBusy = false;
 let button = null, isEnding = false;  // What was pressed, and whether it is released.
+let press = null, begins = false;  // The last press, and whether nothing of it was sent.
 const quiet = () => {
   document.querySelectorAll('#spoken audio').forEach((one) => one.pause());
   QUIET;
@@ -60,7 +61,9 @@ const send = () => {
   let text = '';
   for (const byte of bytes) text += String.fromCharCode(byte);
   isBusy = true;
-  trigger('input', {sound: btoa(text), push: button === push, ends: isEnding && !size});
+  const ends = isEnding && !size;
+  trigger('input', {sound: btoa(text), push: button === push, begins, ends});
+  begins = false;
 };
 const hear = ({data}) => {
   if (!context || isEnding) return;  // A message that was under way at the end.
@@ -76,30 +79,39 @@ const end = (message) => {
   context = stream = null;
   waiting = []; size = 0; meter.value = 0; isBusy = isEnding = false;
   button?.setAttribute('aria-pressed', 'false');
-  button = null;
+  button = press = null;
   output.textContent = message;
 };
-const begin = async (pressed) => {
-  button = pressed;
-  button.setAttribute('aria-pressed', 'true');
-  stream = await navigator.mediaDevices.getUserMedia(
+const begin = async (isOver) => {
+  const granted = await navigator.mediaDevices.getUserMedia(
     {audio: {channelCount: 1, echoCancellation: true, noiseSuppression: true}});
+  if (isOver()) return granted.getTracks().forEach((track) => track.stop());
+  stream = granted;
   context = new AudioContext({sampleRate: RATE});
   const module = URL.createObjectURL(new Blob([source], {type: 'text/javascript'}));
   await context.audioWorklet.addModule(module);
   URL.revokeObjectURL(module);
+  if (isOver()) return;
   const ears = new AudioWorkletNode(context, 'oscar-ears', {numberOfOutputs: 0});
   context.createMediaStreamSource(stream).connect(ears);
   ears.port.onmessage = hear;
   output.textContent = button === push ? words.speaking : words.listening;
   send();
 };
-const start = (pressed) => begin(pressed)
-  .catch((error) => end(`The microphone cannot be used: ${error.message}`));
+const start = (pressed) => {
+  const mine = {}, isOver = () => press !== mine;
+  press = mine;
+  begins = true;
+  button = pressed;
+  button.setAttribute('aria-pressed', 'true');
+  begin(isOver).catch((error) => {
+    if (!isOver()) end(`The microphone cannot be used: ${error.message}`);
+  });
+};
 free.addEventListener('click', () => {
   if (button === push) return;
   if (!button) return start(free);
-  if (context) trigger('input', {sound: '', push: false, ends: true});
+  if (context) trigger('input', {sound: '', push: false, begins, ends: true});
   end('');
 });
 const down = (event) => {
@@ -184,12 +196,16 @@ class Ears:
         self._made = 0
         self.live: LiveQuestion | None = None
 
-    def hear(self, sound: object, *, push: bool = False, ends: bool = False) -> str:
+    def hear(
+        self, sound: object, *, push: bool = False, begins: bool = False, ends: bool = False
+    ) -> str:
         """Listen to base64 text with 16-bit samples at 16 kHz.
 
         Args:
             sound: the text; may be empty at the end.
             push: whether a button marks where the question begins and ends (push to talk).
+            begins: whether a button was pressed since the last call. An unfinished question, whose
+                end was lost with the connection or after an error, is forgotten.
             ends: whether the visitor stops: with ``push``, the question is complete; hands-free, an
                 unfinished question is forgotten.
 
@@ -200,8 +216,10 @@ class Ears:
             InputError: if it is something else, too long, or the server has no more space.
         """
         samples = np.zeros(0, np.float32) if ends and sound == "" else _samples(sound)
-        if ends and not push:
+        stops = ends and not push
+        if begins or stops:
             self.forget()
+        if stops:
             return LISTENING
         with self._lock:
             return self._hear_pushed(samples, ends=ends) if push else self._hear_free(samples)

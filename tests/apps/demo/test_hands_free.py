@@ -29,8 +29,10 @@ def deaf(_: str) -> Any:
     return SimpleNamespace(hear=lambda _: None, close=lambda: None)
 
 
-def sound_event(samples: np.ndarray, *, push: bool = False, ends: bool = False) -> Any:
-    return SimpleNamespace(sound=encoded(samples), push=push, ends=ends)
+def sound_event(
+    samples: np.ndarray, *, push: bool = False, begins: bool = False, ends: bool = False
+) -> Any:
+    return SimpleNamespace(sound=encoded(samples), push=push, begins=begins, ends=ends)
 
 
 def recorded(path: Path) -> np.ndarray:
@@ -216,6 +218,31 @@ def test_nothing_is_left_of_a_question_that_is_not_asked(handlers, sessions, spo
         leave("a")
         assert used(sessions) == before
     assert not [*handlers.answer_heard(request, 0.0, 5, *WHERE)]
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_a_press_begins_anew_after_an_error(handlers, sessions, spoken, push, monkeypatch) -> None:
+    """The page could not tell that the question before has ended."""
+    request: Any = None
+    session, clip = sessions.session("a"), spoken[RATE // 2 : -RATE]
+
+    def fail() -> bool:
+        raise RuntimeError("out of memory")
+
+    said(handlers, clip, push=push)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
+        patched.setattr(session, "read_heard", fail)
+        handlers.hear(request, sound_event(clip[:3200], push=push))
+    handlers.hear(request, sound_event(clip[:3200], push=push, begins=True))
+    said(handlers, clip[3200:], push=push)
+    if push:
+        assert handlers.hear(request, sound_event(clip[:0], push=True, ends=True))[0] == ASKED
+    else:
+        assert ASKED in [state for state, _ in said(handlers, np.zeros(RATE))]
+    [question] = session.ears.take()
+    question.live.close()
+    # Hands-free, the silence at the end is part of the recording.
+    assert len(clip) // 2 < len(recorded(question.path)) <= len(clip) + RATE * (not push)
 
 
 def test_push_to_talk_without_sound_asks_nothing(handlers, sessions) -> None:

@@ -91,7 +91,8 @@ def push(handlers: Handlers, recording: Path) -> None:
         sound = file.readframes(file.getnframes())
     for begin in range(0, len(sound), 64_000):
         part = base64.b64encode(sound[begin : begin + 64_000]).decode()
-        event: Any = SimpleNamespace(sound=part, push=True, ends=begin + 64_000 >= len(sound))
+        marks = {"push": True, "begins": not begin, "ends": begin + 64_000 >= len(sound)}
+        event: Any = SimpleNamespace(sound=part, **marks)
         request: Any = None
         handlers.hear(request, event)
 

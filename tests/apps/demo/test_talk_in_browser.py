@@ -177,3 +177,32 @@ def test_an_error_ends_the_listening(served, monkeypatch) -> None:
         button = "return document.querySelector('#hands .free').ariaPressed"
         browser.wait(lambda: browser.run(button) == "false", "the end")
         assert "press the button" in browser.run(STATE)
+
+
+def test_a_button_pressed_again_turns_the_microphone_off(served) -> None:
+    """Also if the browser has not yet granted the microphone."""
+    grant = """
+      window.granted = [];
+      const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+      navigator.mediaDevices.getUserMedia = async (wanted) => {
+        await new Promise((done) => { window.grant = done; });
+        const stream = await ask(wanted);
+        window.granted.push(...stream.getTracks());
+        return stream;
+      };"""
+    live = "return window.granted.map((track) => track.readyState)"
+    with closing(Browser(served.address, heard=SAMPLES / "clips" / "01.wav")) as browser:
+        browser.press("Talk")
+        browser.run(grant)
+        click_when_there(browser, "#hands .free")
+        click_when_there(browser, "#hands .free")
+        assert browser.run("return document.querySelector('#hands .free').ariaPressed") == "false"
+        browser.run("window.grant()")
+        browser.wait(lambda: browser.run(live) == ["ended"], "the end of the microphone")
+        click_when_there(browser, "#hands .free")
+        browser.run("window.grant()")
+        browser.wait(lambda: browser.run(STATE) == "You speak …", "the visitor's voice")
+        assert browser.run(live) == ["ended", "live"]
+        browser.press("Hands-free")
+        browser.wait(lambda: browser.run(live) == ["ended", "ended"], "the end of the microphone")
+        assert not browser.complaints()
