@@ -249,7 +249,9 @@ class SpillableConversation:
         self._conversation: Conversation | None = conversation
         self._file: _SpillFile | None = None
         self._heard_file: _SpillFile | None = None
-        if (budget := engine.admission.budget) is not None:
+        budget = engine.admission.budget
+        # A conversation without turns has nothing to spill, and does not wait for the engine.
+        if budget is not None and conversation.turns:
 
             def use() -> None:
                 budget.use(self)

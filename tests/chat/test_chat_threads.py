@@ -120,3 +120,14 @@ def test_a_stream_that_becomes_a_turn_while_the_next_prompt_is_prepared(packed) 
         chat.tell("And then?", "Nothing.")
     assert len(chats[0].turns) == 2
     assert chats[0].turns == chats[1].turns
+
+
+def test_a_new_chat_does_not_wait_for_the_engine(qwen3_vl_folder) -> None:
+    """Also with a budget, in which a chat without turns has nothing to spill."""
+    pipe = OscarVLPipeline(qwen3_vl_folder, kv_budget="1MB", device="cpu")
+    over, ended = threading.Event(), list[bool]()
+    pipe.engine.thread.post(lambda: ended.append(over.wait(10)))
+    chat = pipe.chat()
+    assert not ended
+    over.set()
+    assert chat.ask(**QUESTION).token_ids
