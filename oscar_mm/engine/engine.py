@@ -158,7 +158,7 @@ class Engine:
         return self.thread.keep_stepping(after_step)
 
     def release_graphs(self) -> None:
-        """Drop the CUDA graphs of decode steps, for all engines of the model.
+        """Drop the CUDA graphs of decode steps, prompts and speech, for all engines of the model.
 
         Running requests keep their graphs; the next request captures its steps again.
         """

@@ -102,6 +102,11 @@ class PrefillRunner:
         self._layers = PromptLayers(model, MAX_TOKENS) if fast else None
         return True
 
+    def release_graphs(self) -> None:
+        """Drop the CUDA graphs of prompts; not within a pass."""
+        if self._layers is not None:
+            self._layers.release_graphs()
+
     def _reading(self, cache: OscarCache) -> AbstractContextManager[None]:
         """Within the block, use the fast prompt layers if the model supports them."""
         return nullcontext() if self._layers is None else self._layers.reading(cache)

@@ -203,7 +203,7 @@ class Scheduler:
         return others if self._blocked else others + len(self._queue)
 
     def release_graphs(self) -> None:
-        """Drop the CUDA graphs of decode steps.
+        """Drop the CUDA graphs of decode steps, prompts and speech; not within a pass.
 
         Running requests keep their graphs; the next request captures its steps again.
         """
@@ -213,6 +213,7 @@ class Scheduler:
         if not self._read_in_pieces:
             self._mixed = None
         self._voices.release_graphs()
+        self.reader.release_graphs()
 
     @eager
     @torch.inference_mode()

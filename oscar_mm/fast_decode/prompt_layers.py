@@ -145,6 +145,11 @@ class PrefillGraphs:
         idle, mine = chosen(), self._states.idle[:tokens]
         mine.fill_(True) if idle is None else mine.copy_(idle)
 
+    def clear(self) -> None:
+        """Drop all graphs and their tensors; not within a pass."""
+        self._whole = self._states = None
+        self._graphs.clear()
+
     @property
     def takes_pass(self) -> bool:
         """Whether the current pass uses graphs."""
@@ -213,6 +218,11 @@ class PromptLayers:
             and len(devices(layers)) == 1
             and not any("forward" in vars(layer) for layer in layers)
         )
+
+    def release_graphs(self) -> None:
+        """Drop the CUDA graphs of prompts; later prompts are captured again."""
+        if self._graphs is not None:
+            self._graphs.clear()
 
     @contextmanager
     def reading(self, cache: OscarCache) -> Iterator[None]:

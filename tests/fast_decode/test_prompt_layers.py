@@ -143,6 +143,19 @@ def test_a_prompt_gives_the_same_bits_each_time(pipe) -> None:
 
 
 @pytest.mark.daily("pocket-vl")
+def test_graphs_are_captured_again_after_their_release(pipe) -> None:
+    record = Recorder()
+    layers, prompt = PromptLayers(pipe.model, 1 << 13, record), prompt_of(pipe)
+    expected = [read_by(layers, pipe, prompt) for _ in range(2)]
+    made, replayed = record.made, record.replayed
+    layers.release_graphs()
+    assert torch.equal(read_by(layers, pipe, prompt), expected[0])
+    assert (record.made, record.replayed) == (made, replayed) and made == replayed > 0
+    assert torch.equal(read_by(layers, pipe, prompt), expected[1])
+    assert (record.made, record.replayed) == (2 * made, 2 * replayed)
+
+
+@pytest.mark.daily("pocket-vl")
 def test_captured_passes_with_pictures_and_a_past(pipe) -> None:
     """Features that are added between layers, and turns on a kept cache."""
     layers = PromptLayers(pipe.model, 1 << 13, Recorder())
