@@ -45,6 +45,8 @@ SESSIONS = 100
 """Number of conversations with interruptions, after which no memory may be in use."""
 MAX_LEFT = 511
 """Maximum bytes that a conversation may leave on a GPU: less than torch's smallest block."""
+PIECES = 6
+"""Maximum number of pieces of an answer after which it is interrupted, plus 1."""
 SHORT_FRAMES = 10
 """Frames of an answer that nobody interrupts in those conversations."""
 NOTES = [
@@ -61,9 +63,9 @@ NOTES = [
     "bytes an hour: what the cache of the chat takes after the conversation, for an hour of it: "
     "that of the thinker, and that of the talker, which has read the same sound.",
     f"bytes held: in page stores, and allocated on the device more than before, after {SESSIONS} "
-    "conversations whose spoken answers were interrupted after 0 to 11 pieces of text and speech, "
-    f"every other one closed at that moment, the others after an answer of {SHORT_FRAMES} frames; "
-    "without CUDA graphs.",
+    f"conversations whose spoken answers were interrupted after 0 to {PIECES - 1} pieces of text "
+    "and speech, every other one closed at that moment, the others after an answer of "
+    f"{SHORT_FRAMES} frames; without CUDA graphs.",
 ]
 _Times = list[float]
 
@@ -193,7 +195,7 @@ def together(pipe: OscarOmniPipeline, voices: int) -> Row:
 def interrupted(pipe: OscarOmniPipeline) -> Row:
     """Interrupt answers, and return what is held once all conversations are closed."""
     device = pipe.family.device
-    for number in range(12):  # Pools that grow now are not counted.
+    for number in range(2 * PIECES):  # Pools that grow now are not counted.
         interrupt(pipe, number)
     pipe.release_graphs()
     begin, before = time.perf_counter(), allocated(device).get("requested", 0)
@@ -218,7 +220,7 @@ def interrupt(pipe: OscarOmniPipeline, number: int) -> None:
     with pipe.chat() as chat, chat.listen(speak=True) as listening:
         listening.hear(sound(QUESTION_S, number)[0])
         pieces = listening.stream(max_new_tokens=WORDS, seed=number).with_speech()
-        for _ in range(number % 12):
+        for _ in range(number % PIECES):
             next(pieces, None)
         listening.hear(sound(1.0, number)[0])
         chat.stop()
