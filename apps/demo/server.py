@@ -30,6 +30,7 @@ from oscar_mm.apps.server_process import (
     sigterm_as_ctrl_c,
     url,
 )
+from oscar_mm.chat.warm_up import answer_in_advance
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
@@ -111,7 +112,7 @@ def _serve_model(
 ) -> RunningPage:
     """Serve the page of a model until Ctrl-C, or until a visitor chooses another model."""
     try:
-        _warm_up(pipe)
+        answer_in_advance(pipe)
         freeze_loaded()
         page = serve_page(pipe, settings, sockets, host, keep, choice=choice)
         with short_thread_turns(), page as running:
@@ -151,12 +152,6 @@ def _dtype(device: str | None) -> str | None:
     """Return the name of a 16-bit dtype on a CPU; on a GPU, None for the checkpoint's dtype."""
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     return "bfloat16" if on_cpu else None
-
-
-def _warm_up(pipe: Pipeline) -> None:
-    """Generate an answer in advance, so that no visitor waits for compilation and loading."""
-    with suppress(InputError), pipe.chat() as chat:
-        chat.ask("Hello", max_new_tokens=2)
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,7 @@ def serve(
     terminal.quiet_transformers()
     from oscar_mm.apps.serve.server import Server, create_app  # imports torch
     from oscar_mm.apps.serve.service import ServerLimits
+    from oscar_mm.chat.warm_up import answer_in_advance
     from oscar_mm.engine.warm_up import warm_up
     from oscar_mm.media.source import AllowedHosts
     from oscar_mm.pipelines import pipeline_for
@@ -254,6 +255,8 @@ def serve(
     _log_requests(log_level)
     try:
         warm_up(pipe.engine, running)
+        if pipe.family.talker is not None:
+            answer_in_advance(pipe)
         freeze_loaded()
         listen(sockets)
         print(f"{name} at {url(host, port)}/v1", file=sys.stderr)

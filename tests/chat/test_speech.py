@@ -9,6 +9,7 @@ import pytest
 
 from oscar_mm import InputError, OscarOmniPipeline, Speech
 from oscar_mm.chat.chat import Chat
+from oscar_mm.chat.warm_up import answer_in_advance
 from oscar_mm.pipelines.families.qwen3_omni_talker import OmniVoice, Qwen3OmniTalker
 from tests.pipelines.conftest import exact
 from tests.prompts import noise, tone
@@ -230,3 +231,25 @@ def test_calls_that_would_be_spoken_are_refused(qwen3_omni_talker_folder) -> Non
     pipe.processor.chat_template = with_tools(pipe.processor.chat_template)
     with pipe.chat(tools=[FIND]) as chat, pytest.raises(InputError, match=r"tools: .* spoken"):
         chat.ask("What is it?", speak=True)
+
+
+def test_an_answer_in_advance_is_spoken_in_part(speaking, monkeypatch) -> None:
+    """Up to a piece of full length, for which a GPU has kernels of its own; nothing is left."""
+    made, talker = list[OmniVoice](), speaking.family.talker
+    voice = talker.voice
+    monkeypatch.setattr(talker, "voice", lambda inputs: made.append(voice(inputs)) or made[-1])
+    monkeypatch.setattr(talker, "end_code", -1)
+    monkeypatch.setattr(talker, "max_frames", 4000)
+    answer_in_advance(speaking)
+    [one] = made
+    assert 5 < one.frames < 1000
+    assert speaking.engine.call(lambda: speaking.store.memory().used_bytes) == 0
+
+
+def test_an_answer_in_advance_may_fail(speaking, monkeypatch, caplog) -> None:
+    def fail(_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(speaking.family.talker, "voice", fail)
+    answer_in_advance(speaking)
+    assert "the warm-up failed" in caplog.text and "out of memory" in caplog.text
