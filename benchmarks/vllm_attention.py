@@ -15,7 +15,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -31,8 +30,10 @@ from oscar_mm.vllm_plugin import additional_config
 _TOKENS = 264
 _BEGUN = 4
 """Number of tokens to generate for each sequence before steps are timed."""
-_SECONDS = 20.0
+_SECONDS = 10.0
 """Seconds of timed steps after which a run ends, for attention that is slow."""
+_WARM = 32
+"""Number of tokens to generate once before a single sequence is timed."""
 _SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, 257, 16))
 """Batch sizes for which vLLM captures CUDA graphs of a step."""
 _FURTHER = 1024
@@ -173,15 +174,24 @@ def tokens_of(count: int, seed: object) -> list[int]:
     return [generator.randrange(5, _LAST_ID) for _ in range(count)]
 
 
-def decode(engine: Any, prompts: Sequence[list[int]], tag: str) -> dict[str, float]:
-    """Decode several sequences together; return milliseconds per step and tokens per second."""
+def decode(
+    engine: Any, prompts: Sequence[list[int]], tag: str, tokens: int = _TOKENS
+) -> dict[str, float]:
+    """Decode several sequences together; return milliseconds per step and tokens per second.
+
+    Args:
+        engine: vLLM's engine.
+        prompts: token ids of each sequence.
+        tag: name of the run, which no other run of this engine has.
+        tokens: number of tokens to generate for each sequence.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
         temperature=0.0,
         ignore_eos=True,
-        max_tokens=_TOKENS,
+        max_tokens=tokens,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
@@ -195,7 +205,7 @@ def decode(engine: Any, prompts: Sequence[list[int]], tag: str) -> dict[str, flo
             lengths[output.request_id] += len(output.outputs[0].token_ids)
         least, all_tokens = min(lengths.values(), default=0), sum(lengths.values())
         timed = len(lengths) == len(prompts) and least >= _BEGUN
-        if outputs and timed and max(lengths.values()) < _TOKENS:
+        if outputs and timed and max(lengths.values()) < tokens:
             marks.append((perf_counter(), least, all_tokens))
             if len(marks) > 1 and marks[-1][0] - marks[0][0] > _SECONDS:
                 engine.abort_request(list(lengths))
@@ -216,9 +226,10 @@ def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> It
     decode(engine, [tokens_of(256, 0)], "warm")
     for context in contexts:
         if context + _TOKENS < capacity:
-            # Use the second run, because the first run may compile kernels.
-            *_, best = (decode(engine, [tokens_of(context, 1)], f"{context}-{i}") for i in (0, 1))
-            yield {"what": f"one sequence {context}", "sequences": 1, **best}
+            prompt = [tokens_of(context, 1)]
+            decode(engine, prompt, f"warm-{context}", _WARM)  # It may compile kernels.
+            found = decode(engine, prompt, f"{context}")
+            yield {"what": f"one sequence {context}", "sequences": 1, **found}
     for context in full:
         count = min(capacity // (context + 2 * cache.block_size + _TOKENS), max(_SIZES))
         if count:
@@ -365,18 +376,20 @@ def main(arguments: Sequence[str]) -> int:
     contexts, full = (
         [int(x) for x in text.split(",") if x] for text in (options.contexts, options.full)
     )
-    rows: list[Row] = []
+    line = command("benchmarks.vllm_attention", arguments)
+    record = Record(
+        "vllm_attention", line, device_name("cuda"), [], NOTES, versions=vllm_versions()
+    )
+    if options.add and (earlier := record.earlier(options.out)) is not None:
+        record = record.continuing(earlier)
+    earlier_rows, rows = record.rows, list[Row]()
     # Semicolons separate policies that have several changes, because these contain commas.
     for attention in options.attention.split(";" if ";" in options.attention else ","):
         spec = {"model": options.model, "attention": attention, "contexts": contexts, "full": full}
         for prompts in (False, True) if options.prompts else (False,):
             rows += measured(spec | {"prompts": prompts}, options.limit)
-    line = command("benchmarks.vllm_attention", arguments)
-    record = Record(
-        "vllm_attention", line, device_name("cuda"), rows, NOTES, versions=vllm_versions()
-    )
-    if options.add and (earlier := record.earlier(options.out)) is not None:
-        record = replace(record.continuing(earlier), rows=merge(earlier.rows, rows))
+            record.rows = merge(earlier_rows, rows)
+            record.write(options.out)  # Keep the results even if the run is interrupted.
     report(record.rows)
     finish(record, options.out)
     return int(any("error" in row for row in rows))

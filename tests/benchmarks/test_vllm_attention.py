@@ -67,6 +67,21 @@ def test_a_record_of_what_ended(tmp_path, capsys, monkeypatch: pytest.MonkeyPatc
     assert after == [row for row in before if "error" not in row], "each figure once"
 
 
+def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(spec: dict[str, Any], seconds: float) -> list[Row]:
+        if spec["attention"] == "fp8":
+            raise KeyboardInterrupt
+        return rows_of(spec, seconds)
+
+    monkeypatch.setattr(vllm_attention, "measured", interrupted)
+    monkeypatch.setattr(vllm_attention, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(vllm_attention, "vllm_versions", lambda: {"vllm": "0"})
+    with pytest.raises(KeyboardInterrupt):
+        vllm_attention.main(["--out", str(tmp_path), "--attention", "auto,fp8,standard"])
+    [path] = tmp_path.glob("vllm_attention-*.json")
+    assert {row["attention"] for row in Record.load(path).rows} == {"auto"}
+
+
 def test_mixtures_have_a_bound_of_their_own() -> None:
     rows = [
         {"model": "qwen3-vl-30b-a3b", "attention": name, "what": what, "tokens_per_s": speed}
@@ -138,7 +153,7 @@ def test_steps_of_slow_attention_are_measured_for_a_limited_time(
     monkeypatch.setattr(vllm_attention, "perf_counter", lambda: seconds[0])
     found = vllm_attention.decode(engine, [[1], [2]], "slow")
     assert found == {"ms": 2000.0, "tokens_per_s": 1.0}
-    assert seconds[0] < 40.0, "264 tokens would take 528 s"
+    assert seconds[0] < 30.0, "264 tokens would take 528 s"
 
 
 @pytest.mark.parametrize(("versions", "expected"), [((2, 3), 2), ((3,), 3)])
