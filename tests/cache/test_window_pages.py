@@ -93,18 +93,22 @@ def stored_pages(store: PageStore, bits: Any) -> list[int]:
     return [x.used(bits) for x in store.window_pages]
 
 
+@pytest.mark.daily("mistral-stream", "gemma 3-stream", "gpt-oss-whole pages")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_logits_are_those_of_all_pages(model: Any, policy: str) -> None:
-    """Bit for bit: prompts in chunks, decode steps, and a second prompt in between."""
+    """Bit for bit: prompts in chunks, decode steps, and a second prompt in between.
+
+    Steps end a page of each sequence, and leave another one behind their windows.
+    """
     found = []
     for frees in (False, True):
         store = store_for(model, POLICIES[policy], frees=frees)
         one, other = (OscarCache(store.policy, model=model, store=store) for _ in range(2))
-        logits = [read(model, one, tokens(700)), read(model, other, tokens(450, 1))]
-        for step in range(150):
+        logits = [read(model, one, tokens(750)), read(model, other, tokens(490, 1))]
+        for step in range(90):
             poison(store)
             logits += [read(model, x, tokens(1, 2 + step)) for x in (one, other)]
-            if step == 70:
+            if step == 45:
                 store.sweep()
                 poison(store)
                 logits.append(read(model, other, tokens(300, 7)))
@@ -140,7 +144,7 @@ def test_rows_join_and_leave_captured_steps(model: Any) -> None:
         store = store_for(model, POLICIES["stream"], frees=frees)
         caches = [OscarCache(store.policy, model=model, store=store) for _ in range(3)]
         for row, cache in enumerate(caches):
-            read(model, cache, tokens(300 + 90 * row, row))
+            read(model, cache, tokens(360 + 90 * row, row))
         logits = list[torch.Tensor]()
         for rows in ([0, 1], [0, 1, 2], [2, 1]):
             view = BatchView(store)
@@ -150,7 +154,7 @@ def test_rows_join_and_leave_captured_steps(model: Any) -> None:
             )
             runner.place([caches[row].get_seq_length() for row in rows])
             going = torch.zeros(len(rows), dtype=torch.bool)
-            for ids in tokens(140, 5, len(rows)).T:
+            for ids in tokens(70, 5, len(rows)).T:
                 with torch.inference_mode():
                     runner.ahead(ids, going)
                     poison(store)
@@ -161,6 +165,7 @@ def test_rows_join_and_leave_captured_steps(model: Any) -> None:
     assert torch.equal(*found) and not found[0].isnan().any()
 
 
+@pytest.mark.daily("mistral-whole pages", "gemma 3-stream")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_crop_returns_to_marks_only(model: Any, policy: str) -> None:
     ids, found = tokens(900), list[torch.Tensor]()
@@ -185,6 +190,7 @@ def test_crop_returns_to_marks_only(model: Any, policy: str) -> None:
     assert torch.equal(*found) and not found[0].isnan().any()
 
 
+@pytest.mark.daily("gemma 3-whole pages", "gpt-oss-stream")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_forgotten_tokens_and_their_pages(model: Any, policy: str) -> None:
     """The end of a stream is forgotten beyond the window, and its page is not continued."""
@@ -295,7 +301,7 @@ def chat_answers(folder: Path, tmp_path: Path) -> tuple[list[list[int]], OscarVL
     pipe.model.generation_config.eos_token_id = NEVER
     chat, found = pipe.chat(), list[list[int]]()
 
-    def ask(text: str, count: int = 60) -> None:
+    def ask(text: str, count: int = 16) -> None:
         answer = chat.ask(text, max_new_tokens=count, temperature=0)
         found.append(answer.token_ids)
 
@@ -388,6 +394,7 @@ def test_a_closed_chat_leaves_its_whole_budget(
         assert small.store.memory().used_bytes == 0
 
 
+@pytest.mark.daily("mistral-1", "gemma 3-3", "gpt-oss-3")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_pages_from_which_others_begin_keep_their_places(folder: Path, rows: int) -> None:
     """Without a 16-bit window, a page takes its center from the one before, and rows that share
