@@ -26,6 +26,7 @@ TINY = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
 @settings(max_examples=200, deadline=None)
 @given(SIDES, SIDES, st.sampled_from([RELEASED, TINY]))
 @example(16_400, 300, TINY)
+@example(1733, 9682, RELEASED)
 def test_qwen_gets_the_same_grid(width: int, height: int, size: dict[str, int]) -> None:
     processor = SimpleNamespace(patch_size=16, merge_size=2, size=size, do_resize=True)
     used = largest_image(processor, width, height)
