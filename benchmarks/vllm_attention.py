@@ -33,7 +33,7 @@ _BEGUN = 4
 _SECONDS = 10.0
 """Seconds of timed steps after which a run ends, for attention that is slow."""
 _WARM = 32
-"""Number of tokens to generate once before a single sequence is timed."""
+"""Number of tokens to generate once before steps are timed."""
 _SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, 257, 16))
 """Batch sizes for which vLLM captures CUDA graphs of a step."""
 _FURTHER = 1024
@@ -223,7 +223,7 @@ def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> It
     capacity = getattr(cache, "kv_cache_size_tokens", None)
     capacity = capacity or cache.num_gpu_blocks * cache.block_size
     yield {"what": "capacity", "tokens": capacity, "blocks": cache.num_gpu_blocks}
-    decode(engine, [tokens_of(256, 0)], "warm")
+    decode(engine, [tokens_of(256, 0)], "warm", _WARM)
     for context in contexts:
         if context + _TOKENS < capacity:
             prompt = [tokens_of(context, 1)]

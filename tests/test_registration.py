@@ -73,21 +73,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def outputs(programs: dict[str, str]) -> dict[str, str]:
+    """Return what programs print that are forked from a process with what transformers imports of
+    other packages, which takes longest."""
+    return json.loads(run_python(FORK.format(programs=programs), seconds=200))
+
+
 @pytest.fixture(scope="module")
-def outputs(folder: Path) -> dict[str, str]:
-    """What programs print that are forked from a process with what transformers imports of other
-    packages, which takes longest."""
+def printed_by_orders(folder: Path) -> dict[str, str]:
     programs = {name: order + LOAD.format(folder=str(folder)) for name, order in ORDERS.items()}
     for name in ("before transformers", "imported anew"):
         programs[name] += ANSWER
-    programs |= {"with us": LOOK.format("import oscar_mm; "), "without us": LOOK.format("")}
-    return json.loads(run_python(FORK.format(programs=programs), seconds=200))
+    return outputs(programs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_in_any_order(order: str, outputs: dict[str, str]) -> None:
-    assert outputs[order] == ""
+def test_in_any_order(order: str, printed_by_orders: dict[str, str]) -> None:
+    assert printed_by_orders[order] == ""
 
 
 def test_transformers_alone_stays_without_torch() -> None:
@@ -96,8 +99,9 @@ def test_transformers_alone_stays_without_torch() -> None:
     assert run_python(program) == "False"
 
 
-def test_the_models_module_is_what_it_would_be_without_us(outputs: dict[str, str]) -> None:
-    assert outputs["with us"] == outputs["without us"] != ""
+def test_the_models_module_is_what_it_would_be_without_us() -> None:
+    found = outputs({"with us": LOOK.format("import oscar_mm; "), "without us": LOOK.format("")})
+    assert found["with us"] == found["without us"] != ""
 
 
 def test_a_failed_import_may_be_tried_again(tmp_path: Path, monkeypatch) -> None:

@@ -175,7 +175,7 @@ def test_turns_and_prefixes(qwen3_vl_folder, capture, pieces, small) -> None:
                 chat.ask(text(turn, turn), max_new_tokens=9)
                 other.ask(text(turn, 2 * turn), max_new_tokens=9)
             alike = [f"{start} {text(count, count)}" for count in (30, 2, 90)]
-            found = [chat.ask("Why?").token_ids, other.ask("Why?").token_ids]
+            found = [one.ask("Why?", max_new_tokens=9).token_ids for one in (chat, other)]
             for _ in range(2):
                 found += together(pipe, [made(pipe, prompt) for prompt in alike])
             return found
