@@ -23,10 +23,10 @@ def packed(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8)
     """Pack eight numbers of an axis into a word: number ``order[i]`` in bits 4i to 4i + 3."""
     moved = np.moveaxis(codes, axis, -1)
     moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % 8)])
-    words = np.zeros((*moved.shape[:-1], moved.shape[-1] // 8), np.uint32)
-    for word in range(words.shape[-1]):
-        for place, number in enumerate(order):
-            words[..., word] |= moved[..., 8 * word + number].astype(np.uint32) << (4 * place)
+    eights = moved.reshape(*moved.shape[:-1], -1, 8).astype(np.uint32)
+    words = np.zeros(eights.shape[:-1], np.uint32)
+    for place, number in enumerate(order):
+        words |= eights[..., number] << np.uint32(4 * place)
     return torch.from_numpy(np.moveaxis(words, -1, axis).astype(np.uint32).view(np.int32).copy())
 
 
@@ -53,14 +53,9 @@ class Matrix:
             self.zeros = rng.integers(1, 16, (outputs, count))
         scales = np.abs(dense).max() / 7 * rng.uniform(0.8, 1.2, (outputs, count))
         self.scales = torch.from_numpy(scales).to(torch.float16)
-        self.codes = np.zeros((outputs, width), np.int64)
-        self.dense = torch.zeros(outputs, width)
-        for column in range(width):
-            of_group = self.groups[column]
-            zeros, scale = self.zeros[:, of_group], self.scales[:, of_group].double().numpy()
-            codes = np.clip(np.rint(dense[:, column] / scale) + zeros, 0, 15).astype(np.int64)
-            self.codes[:, column] = codes
-            self.dense[:, column] = torch.from_numpy((codes - zeros) * scale).float()
+        zeros, scales = (x[:, self.groups] for x in (self.zeros, self.scales.double().numpy()))
+        self.codes = np.clip(np.rint(dense / scales) + zeros, 0, 15).astype(np.int64)
+        self.dense = torch.from_numpy((self.codes - zeros) * scales).float()
 
 
 def pack_quantized(
