@@ -10,6 +10,8 @@ import pytest
 from benchmarks.humaneval import change
 
 ROOT = Path(__file__).parents[1]
+BF16_BYTES = 32768 * 36 * 2 * 8 * 128 * 2
+"""Bytes of 32,768 tokens of Qwen3-VL-8B in vLLM: layers, keys and values, heads, head size."""
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 MODELS = ("SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct")
@@ -179,6 +181,45 @@ def test_steps_of_the_readme() -> None:
         _, step, throughput = shown[name]
         assert same(numbers(step)[0], steps[method]), name
         assert same(numbers(throughput)[1], full[method]), name
+
+
+def test_sizes_of_caches() -> None:
+    """In vLLM, a cache takes the memory of a GPU divided by the tokens that fit."""
+    steps = {
+        row["way"]: row["kv_bytes"]
+        for row in record("decode_step-nvidia-h200")
+        if row["model"] == "qwen3-vl-8b" and "kv_bytes" in row
+        if (row["context"], row["batch"]) == (32768, 1)
+    }
+    fit = {
+        row["attention"]: row["tokens"]
+        for row in record("vllm_attention-nvidia-h200")
+        if (row["model"], row["what"]) == ("qwen3-vl-8b", "capacity")
+    }
+    sizes = {
+        "standard, the default": steps["standard, graph"],
+        "compact": steps["compact, graph"],
+        "oscar_mm, 16-bit": steps["bf16, graph"],
+        "transformers: DynamicCache, SDPA": steps["DynamicCache"],
+        "transformers: StaticCache, torch.compile": steps["StaticCache, compiled"],
+        "transformers: QuantizedCache, hqq, 2 bits": steps["QuantizedCache, hqq 2 bit"],
+    }
+    for name, attention in {
+        "vLLM 0.25 with oscar_mm's standard pages": "standard",
+        "vLLM 0.25, bf16": "auto",
+        "vLLM 0.25, fp8": "fp8",
+    }.items():
+        sizes[name] = BF16_BYTES * fit["auto"] / fit[attention]
+    shown = {name: numbers(cells[0])[0] for name, cells in table(README, "Shape of Qwen").items()}
+    assert {*shown} == {*sizes}
+    for name, size in sizes.items():
+        assert same(shown[name], size / 1e9), (name, size)
+    [line] = [x.split(" | ") for x in BENCHMARKS.splitlines() if "beside the smallest" in x]
+    smallest = sizes["transformers: QuantizedCache, hqq, 2 bits"]
+    ours = [sizes["standard, the default"], sizes["compact"]]
+    assert all(map(same, numbers(line[1]), [size / 1e9 for size in ours]))
+    assert same(numbers(line[2])[0], smallest / 1e9)
+    assert all(map(same, numbers(line[3]), [smallest / size for size in ours]))
 
 
 def test_programs() -> None:
