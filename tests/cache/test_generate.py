@@ -108,7 +108,7 @@ def test_16_bit_beams_and_sampling(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.daily("oscar")
+@pytest.mark.daily("oscar-channel")
 @pytest.mark.parametrize(
     ("implementation", "policy"), [("sdpa", "bf16"), ("oscar", "bf16"), ("oscar", "channel")]
 )

@@ -38,7 +38,7 @@ from tests.prompts import noise
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
-@pytest.mark.daily("qwen-standard", "omni-standard")
+@pytest.mark.daily("omni-standard")
 @pytest.mark.parametrize(
     ("family", "policy"),
     [

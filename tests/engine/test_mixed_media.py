@@ -85,7 +85,7 @@ def joined(
     return [one.complete().token_ids for one in running], found
 
 
-@pytest.mark.daily("pocket-vl", "pocket-omni")
+@pytest.mark.daily("pocket-omni")
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_are_those_alone(name, pieces, small) -> None:
     with pytest.MonkeyPatch.context() as patch:

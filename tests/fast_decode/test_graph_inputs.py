@@ -237,7 +237,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.daily("mixed-True", "short window-True", "no window-True", "mixed-False")
+@pytest.mark.daily("mixed-True", "short window-True", "mixed-False")
 @pytest.mark.parametrize(("name", "ahead"), [*((name, True) for name in ANSWERS), ("mixed", False)])
 def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
     """Pages begin in some of them, of one row or of several. The cache holds, bit for bit, what one

@@ -66,7 +66,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.daily("bf16", "no window", "stream, two widths")
+@pytest.mark.daily("no window", "stream, two widths")
 @pytest.mark.parametrize("name", POLICIES)
 def test_fixed_steps_equal_eager_ones(oscar, monkeypatch, name: str) -> None:
     how = {"policy": POLICIES[name], "tokens": 100}

@@ -44,7 +44,7 @@ def offloaded(model: nn.Module, how: str, folder: Path) -> None:
         cpu_offload(model.get_decoder(), CPU, offload_buffers=True)
 
 
-@pytest.mark.daily("qwen-standard", "omni-bf16")
+@pytest.mark.daily("qwen-standard")
 @pytest.mark.parametrize("policy", ["standard", "bf16"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_that_was_offloaded(name: str, policy: str, request, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_other_families(family: str, request, tmp_path) -> None:
     assert own != plain
 
 
-@pytest.mark.daily("None-True", "fp8-False", "int4-True")
+@pytest.mark.daily("None-True", "int4-True")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("weights", [None, "fp8", "int4"])

@@ -211,7 +211,7 @@ def test_turns_told_together_end_at_marks(pipe) -> None:
     apart.close()
 
 
-@pytest.mark.daily("captured", "modules")
+@pytest.mark.daily("captured")
 def test_requests_join_and_leave_the_batch(stepping, plain) -> None:
     """Answers of several lengths, more than rows; each is the one that it would be alone."""
     requests = [*REQUESTS.values(), *QUESTIONS]

@@ -119,7 +119,7 @@ def prompt_of(folder: Path, question: str) -> torch.Tensor:
     return found["input_ids"]
 
 
-@pytest.mark.daily("mistral", "gpt-oss")
+@pytest.mark.daily("gpt-oss")
 def test_rows_of_all_lengths_share_steps(folder: Path, capture: Capture) -> None:
     """Answers are those of transformers, token by token, from before the window to beyond it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -135,7 +135,7 @@ def test_rows_of_all_lengths_share_steps(folder: Path, capture: Capture) -> None
     assert 3 * capture.captures < capture.replays and capture.replays > TOKENS // 2
 
 
-@pytest.mark.daily("mistral-whole pages", "gemma 3-stream")
+@pytest.mark.daily("gemma 3-stream")
 @pytest.mark.parametrize("policy", POLICIES)
 @torch.inference_mode()
 def test_captured_steps_equal_eager_ones(folder: Path, policy: str) -> None:
