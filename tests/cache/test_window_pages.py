@@ -53,6 +53,14 @@ def model(folder: Path) -> Any:
     ).eval()
 
 
+@pytest.fixture(scope="module")
+def wide(folder: Path) -> Any:
+    """The model with windows of more than a page, which steps need beside the last one."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="oscar", sliding_window=150
+    ).eval()
+
+
 def store_for(model: Any, policy: KVPolicy, *, frees: bool) -> PageStore:
     store = PageStore(policy)
     if frees:
@@ -95,23 +103,22 @@ def stored_pages(store: PageStore, bits: Any) -> list[int]:
 
 @pytest.mark.daily("mistral-stream", "gemma 3-stream", "gpt-oss-whole pages")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_logits_are_those_of_all_pages(model: Any, policy: str) -> None:
+def test_logits_are_those_of_all_pages(wide: Any, policy: str) -> None:
     """Bit for bit: prompts in chunks, decode steps, and a second prompt in between.
 
     Steps end a page of each sequence, and leave another one behind their windows.
     """
     found = []
     for frees in (False, True):
-        store = store_for(model, POLICIES[policy], frees=frees)
-        one, other = (OscarCache(store.policy, model=model, store=store) for _ in range(2))
-        logits = [read(model, one, tokens(750)), read(model, other, tokens(490, 1))]
+        store = store_for(wide, POLICIES[policy], frees=frees)
+        one, other = (OscarCache(store.policy, model=wide, store=store) for _ in range(2))
+        logits = [read(wide, one, tokens(750)), read(wide, other, tokens(490, 1))]
         for step in range(90):
+            store.sweep()
             poison(store)
-            logits += [read(model, x, tokens(1, 2 + step)) for x in (one, other)]
+            logits += [read(wide, x, tokens(1, 2 + step)) for x in (one, other)]
             if step == 45:
-                store.sweep()
-                poison(store)
-                logits.append(read(model, other, tokens(300, 7)))
+                logits.append(read(wide, other, tokens(300, 7)))
         found.append(torch.cat(logits, 1))
     assert torch.equal(*found) and not found[0].isnan().any()
 
@@ -137,30 +144,27 @@ def test_a_layer_does_not_grow_beyond_its_window(model: Any, policy: str) -> Non
     assert store.allocators[bits].used >= 17 and max(stored_pages(store, bits)) <= 3
 
 
-def test_rows_join_and_leave_captured_steps(model: Any) -> None:
+def test_rows_join_and_leave_captured_steps(wide: Any) -> None:
     """The same steps with early launches, as a graph runner makes them, and eagerly."""
     found = []
     for frees in (False, True):
-        store = store_for(model, POLICIES["stream"], frees=frees)
-        caches = [OscarCache(store.policy, model=model, store=store) for _ in range(3)]
+        store = store_for(wide, POLICIES["stream"], frees=frees)
+        caches = [OscarCache(store.policy, model=wide, store=store) for _ in range(3)]
         for row, cache in enumerate(caches):
-            read(model, cache, tokens(360 + 90 * row, row))
+            read(wide, cache, tokens(360 + 90 * row, row))
         logits = list[torch.Tensor]()
         for rows in ([0, 1], [0, 1, 2], [2, 1]):
             view = BatchView(store)
             view.set_rows([caches[row] for row in rows])
-            runner = GraphRunner(
-                model, view, len(rows), (), torch.device("cpu"), lambda run, _: run
-            )
+            runner = GraphRunner(wide, view, len(rows), (), torch.device("cpu"), lambda run, _: run)
             runner.place([caches[row].get_seq_length() for row in rows])
             going = torch.zeros(len(rows), dtype=torch.bool)
             for ids in tokens(70, 5, len(rows)).T:
                 with torch.inference_mode():
+                    store.sweep()
                     runner.ahead(ids, going)
                     poison(store)
                     logits.append(runner(ids, going).clone())
-                if len(logits) % 50 == 0:
-                    store.sweep()
         found.append(torch.cat(logits))
     assert torch.equal(*found) and not found[0].isnan().any()
 
