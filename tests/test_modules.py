@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +19,13 @@ from torch.nn.modules.module import (
 from transformers.activations import GELUActivation
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen
 
-from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline, modules
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.fast_decode.decoder import supports
-from oscar_mm.modules import weights_key
+from oscar_mm.modules import WeightsWatch
 from tests.pipelines.conftest import NEVER
+from tests.watched_weights import watched_key
 
 
 @pytest.fixture(scope="module")
@@ -73,32 +76,35 @@ REPLACED = {
 @pytest.mark.parametrize("name", REPLACED)
 def test_code_that_was_replaced(model, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, function = REPLACED[name]
-    before = weights_key(model)
+    key = watched_key(model)
+    before = key()
     monkeypatch.setattr(owner, attribute, function)
-    assert not supports(model) and weights_key(model) != before
+    assert not supports(model) and key() != before
     monkeypatch.undo()
-    assert supports(model) and weights_key(model) == before
+    assert supports(model) and key() == before
 
 
 @pytest.mark.parametrize(
     "register", [register_module_forward_hook, register_module_forward_pre_hook]
 )
 def test_hooks_on_all_modules(model, register: Callable[..., Any]) -> None:
-    before = weights_key(model)
+    key = watched_key(model)
+    before = key()
     hook = register(lambda *_: None)
     try:
-        assert not supports(model) and weights_key(model) != before
+        assert not supports(model) and key() != before
     finally:
         hook.remove()
-    assert supports(model) and weights_key(model) == before
+    assert supports(model) and key() == before
 
 
 def test_a_kernel_in_an_instance(model) -> None:
     """As ``kernels.kernelize`` puts them in."""
     mlp = model.get_decoder().layers[1].mlp
-    before = weights_key(model)
+    key = watched_key(model)
+    before = key()
     mlp.forward = of_another.__get__(mlp)
-    assert not supports(model) and weights_key(model) != before
+    assert not supports(model) and key() != before
     del mlp.forward
     assert supports(model)
 
@@ -167,18 +173,74 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_weights_that_were_written_to(model, name: str) -> None:
     changed = copy.deepcopy(model)
-    before = weights_key(changed)
-    assert weights_key(changed) == before
+    key = watched_key(changed)
+    before = key()
+    assert key() == before
     CHANGES[name](changed)
-    assert weights_key(changed) != before
+    assert key() != before
     assert supports(changed)
 
 
 def test_a_tensor_at_the_address_of_one_that_is_gone(model) -> None:
     changed = copy.deepcopy(model)
     linear, keys = changed.get_decoder().layers[0].mlp.up_proj, []
+    key = watched_key(changed)
     for _ in range(20):
         linear.weight = None
         linear.weight = nn.Parameter(torch.zeros(512, 256))
-        keys.append(weights_key(changed))
+        keys.append(key())
     assert len(set(keys)) == len(keys)
+
+
+def test_a_key_is_the_same_object_until_something_changes(
+    model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = WeightsWatch(model)
+    key = watch.key
+    monkeypatch.setattr(modules, "weights_key", lambda model: pytest.fail("a key is made anew"))
+    assert watch.key is key
+
+
+def other_child(model: Any) -> None:
+    model.get_decoder().layers[0].mlp.up_proj = nn.Linear(256, 512, bias=False)
+
+
+def swapped_children(model: Any) -> None:
+    layers = model.get_decoder().layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+STRUCTURES: dict[str, Callable[[Any], object]] = {
+    "another child": other_child,
+    "a further child": lambda model: model.get_decoder().layers.append(nn.Identity()),
+    "a child less": lambda model: model.get_decoder().layers.__delitem__(-1),
+    "children in another order": swapped_children,
+    "a weight less": lambda model: model.lm_head.register_parameter("weight", None),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_modules_that_were_exchanged(model, name: str) -> None:
+    changed = copy.deepcopy(model)
+    key = watched_key(changed)
+    before = key()
+    STRUCTURES[name](changed)
+    assert key() != before
+
+
+def test_a_watch_does_not_keep_modules_alive(model) -> None:
+    changed = copy.deepcopy(model)
+    watch = WeightsWatch(changed)
+    _, old = watch.key, weakref.ref(changed.get_decoder().layers[0].mlp.up_proj.weight)
+    other_child(changed)
+    gc.collect()
+    assert old() is None
+
+
+def test_a_child_that_went_to_the_next_module() -> None:
+    model = nn.ModuleList([nn.ModuleList([nn.ReLU(), nn.Tanh()]), nn.ModuleList([nn.ELU()])])
+    key = watched_key(model)
+    before = key()
+    [relu, tanh], [elu] = model
+    model[0]._modules, model[1]._modules = {"0": relu}, {"0": tanh, "1": elu}
+    assert key() != before

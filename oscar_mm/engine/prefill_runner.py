@@ -20,7 +20,7 @@ from oscar_mm.engine.running_batches import RunningBatches
 from oscar_mm.fast_decode.joined_weights import join_projections
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
-from oscar_mm.modules import weights_key
+from oscar_mm.modules import WeightsWatch
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.torch_modes import eager
 
@@ -69,12 +69,13 @@ class PrefillRunner:
         self.max_varlen_tokens = min(varlen, chunk or varlen)
         self._sigmas: dict[int, torch.Tensor] = {}
         self.state: object = None
+        self._watch = WeightsWatch(family.model)
         self._layers: PromptLayers | None = None
 
     def present_state(self) -> object:
-        """Read the state of the model's weights and adapters, which takes milliseconds; it is equal
-        to ``state`` as long as they are unchanged."""
-        return weights_key(self.family.model)
+        """Read the state of the model's weights and adapters, which takes a millisecond; it is
+        equal to ``state`` as long as they are unchanged."""
+        return self._watch.key
 
     @property
     def sigmas(self) -> dict[int, torch.Tensor]:

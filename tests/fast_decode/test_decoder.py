@@ -20,8 +20,8 @@ from oscar_mm.fast_decode.decoder import FastDecoder, _Part, supports
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.modality import Modality
-from oscar_mm.modules import weights_key
 from oscar_mm.pipelines.families.qwen3_vl import Qwen3VL
+from tests.watched_weights import watched_key
 
 PIPELINES = {
     "pocket-vl": OscarVLPipeline,
@@ -244,22 +244,25 @@ def test_a_changed_model_is_left_to_its_modules(model) -> None:
 
     for change in (watched, hooked, replaced, adapted, unknown, parametrized, narrow):
         changed = copy.deepcopy(model)
-        before = weights_key(changed)
-        assert weights_key(changed) == before
+        key = watched_key(changed)
+        before = key()
+        assert key() == before
         change(changed)
         assert not supports(changed), change.__name__
-        assert weights_key(changed) != before, change.__name__
+        assert key() != before, change.__name__
 
 
 def test_our_own_hooks_and_layers_change_no_key(model) -> None:
-    before = weights_key(model)
+    key = watched_key(model)
+    before = key()
     with (
         PromptLayers(model, 64).reading(OscarCache("bf16", model=model)),
         in_pieces(model, MAX_TOKENS + 1, Qwen3VL.layout),
     ):
         assert any("forward" in vars(layer) for layer in model.get_decoder().layers)
-        assert weights_key(model) == before
+        assert key() == before
     moved = copy.deepcopy(model)
-    key = weights_key(moved)
+    key = watched_key(moved)
+    before = key()
     moved.get_decoder().norm.weight.data = moved.get_decoder().norm.weight.clone()
-    assert weights_key(moved) != key, "weights at another address"
+    assert key() != before, "weights at another address"
