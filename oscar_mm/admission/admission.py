@@ -19,6 +19,7 @@ from oscar_mm.admission.capacity import (
     activation_bytes,
     free_bytes,
     heads_by_layer,
+    unused_bytes,
 )
 from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
 from oscar_mm.cache.block_table import SlotSet, min_page_tokens
@@ -561,11 +562,14 @@ class Admission:
     ) -> Iterator[tuple[torch.device, int, int]]:
         """Yield (device, needed bytes, available bytes) for each GPU with too little memory."""
         for device in self._slot_bytes_by_device():
+            needed = self._device_bytes(device, growth, tokens)
+            slots = self.store.free_bytes(device)
+            if self.store.ranks.count == 1 and needed <= unused_bytes(device) + slots:
+                continue
             if (free := free_bytes(device)) is None:
                 continue
             # All ranks must make the same decision.
-            available = self.store.ranks.all_min(free, device) + self.store.free_bytes(device)
-            if (needed := self._device_bytes(device, growth, tokens)) > available:
+            if needed > (available := self.store.ranks.all_min(free, device) + slots):
                 yield device, needed, available
 
     def _device_bytes(self, device: torch.device, growth: SlotForecast, tokens: int) -> int:

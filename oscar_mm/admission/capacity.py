@@ -43,8 +43,19 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached
+    return free + unused_bytes(device)
+
+
+def unused_bytes(device: torch.device) -> int:
+    """Return the part of ``free_bytes`` that torch holds; unlike the rest, it is known without
+    asking the driver, which takes half a millisecond."""
+    if device.type != "cuda":
+        return 0
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    if not stats:  # Torch has not used the device yet.
+        return 0
+    held, used = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
+    return held - used
 
 
 def activation_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
@@ -288,3 +289,25 @@ def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
     free["cpu"] = 1000
     with nothing_runs(pipe), pytest.raises(MemoryBusy, match=r"1\.00 KB is free on cpu"):
         list(stream)
+
+
+def test_the_driver_is_asked_only_if_torch_may_hold_too_little(
+    vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = like(vl)
+    prompt = prepare(pipe, "What?")
+    stored = pool_bytes(pipe.admission.growth(prompt, 4).added, pipe.admission._slot_bytes())
+    needed, asked = stored + HIDDEN_STATES * 64 * 2 * prompt.tokens, []
+    held = [needed, needed - 1]
+
+    def free(device: torch.device) -> int:
+        asked.append(device)
+        return needed
+
+    monkeypatch.setattr(admission, "unused_bytes", lambda device: held[0])
+    monkeypatch.setattr(admission, "free_bytes", free)
+    pipe.admission.check_prompt(prompt, 4)
+    assert not asked
+    del held[0]
+    pipe.admission.check_prompt(prompt, 4)
+    assert len(asked) == 1

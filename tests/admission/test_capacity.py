@@ -18,6 +18,7 @@ from oscar_mm.admission.capacity import (
     Reservation,
     activation_bytes,
     free_bytes,
+    unused_bytes,
 )
 from oscar_mm.chat import turn_runner
 from oscar_mm.errors import MemoryBusy, RequestTooLarge
@@ -118,6 +119,7 @@ def test_a_reservation_is_the_most_that_an_answer_may_still_take() -> None:
 
 def test_a_cpu_has_no_bound() -> None:
     assert free_bytes(torch.device("cpu")) is None
+    assert unused_bytes(torch.device("cpu")) == 0
 
 
 def test_less_than_any_model_took() -> None:
@@ -137,6 +139,8 @@ def test_memory_that_torch_keeps_is_free() -> None:
     assert free_bytes(device) <= before - held.nbytes // 2
     del held
     assert free_bytes(device) >= before - (1 << 26)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    assert unused_bytes(device) == held > 0
 
 
 LIMIT = 340_000
