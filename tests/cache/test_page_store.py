@@ -404,3 +404,30 @@ def test_more_is_moved_after_an_answer_where_it_gains_and_seldom(
     assert not trims(100)
     now[0] += 20
     assert trims(0)
+
+
+def test_free_slots_return_before_prompts_in_a_small_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, ticks = KVPolicy.of(POLICIES["channel"]), [0.0]
+
+    def clock() -> float:
+        ticks[0] += 0.1
+        return ticks[0]
+
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(perf_counter=clock))
+    store = PageStore(policy)
+
+    def left(soon: int, later: float = 0) -> int:
+        """Bytes of the pools after a cache was closed, and ``trim_surplus``."""
+        cache = OscarCache(policy, store=store)
+        attend_oscar(cache, chunk(1, 300))
+        cache.close()
+        ticks[0] += later
+        store.trim_surplus(soon)
+        return store.memory().pool_bytes
+
+    assert left(soon=1) == 0
+    assert left(soon=1) > 0, "a trim of 0.1 s is made every 5 s"
+    assert left(soon=0) == 0
+    assert left(soon=1, later=10) == 0
