@@ -1,7 +1,7 @@
 """Compare our engine with vLLM's where many clients send short prompts, without HTTP.
 
 python -m benchmarks.client_loop [--models qwen3-vl-8b] [--prompts 500,2000,8000]
-    [--clients 16,64,256 | --rate 6] [--new-tokens 400] [--seconds 20]
+    [--clients 16,64,256 | --rate 6] [--pictures 1] [--new-tokens 400] [--seconds 20]
 
 Each engine runs in its own process, with random weights: ours, then vLLM's if it is installed.
 """
@@ -12,9 +12,9 @@ import argparse
 import json
 import random
 import sys
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.random_model import RANDOM_MODELS, endless_pipeline, words
+from benchmarks.loop_prompts import SIDE, VLLMPrompts, asked, texts
+from benchmarks.random_model import RANDOM_MODELS, endless_pipeline
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from benchmarks.vllm_attention import engine_options, model_folder, tokens_of
 from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
 from oscar_mm.apps.server_process import freeze_loaded, short_thread_turns
-from oscar_mm.engine.message import Message, first_turn
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.warm_up import warm_up
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -40,7 +40,6 @@ from oscar_mm.pipelines.pipeline import Pipeline
 OURS, VLLM = "oscar_mm", "vLLM"
 _WARM_UP = 0.25
 """Share of a run before the steady-state window."""
-_TEXTS = 12
 _AT_ONCE = 256
 """Maximum number of requests that vLLM runs at a time, as many as ours."""
 BOUNDS = {
@@ -62,6 +61,10 @@ NOTES = [
     "texts, whose prompts have up to two tokens more than vLLM's. vLLM: the model's decoder alone, "
     "token ids as prompts, bf16 KV, CUDA graphs without torch.compile, its own token budget for a "
     "step.",
+    f"With pictures: {SIDE} x {SIDE} random pixels, new in each request, before the text; the "
+    "tokens of a prompt are those of its text, and the pictures' come on top. Both engines get the "
+    "same prompts, which another thread of the caller prepares ahead in the engine's own way; "
+    "towers run in the engines. vLLM: the whole model, no caches of pictures.",
 ]
 
 
@@ -71,11 +74,12 @@ class Loop:
 
     Attributes:
         model: name of a released model.
-        prompt: tokens of each prompt.
+        prompt: tokens of each prompt, without its pictures.
         new_tokens: tokens of each answer.
         seconds: time in which requests are sent.
         clients: number of clients in a closed loop, or 0 for Poisson arrivals.
         rate: arrivals per second.
+        pictures: pictures of each prompt.
     """
 
     model: str
@@ -84,6 +88,12 @@ class Loop:
     seconds: float
     clients: int = 0
     rate: float = 0.0
+    pictures: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """Number of requests to prepare before they are sent, beyond those of the beginning."""
+        return max(self.clients, 8)
 
     def first_lengths(self) -> list[int]:
         """Return the answer lengths of the requests that are sent at the beginning."""
@@ -193,25 +203,6 @@ def run(
     return meter.row(loop)
 
 
-def texts(pipe: Pipeline, tokens: int) -> list[str]:
-    """Return texts of as few words as make prompts of at least ``tokens`` tokens."""
-
-    def length(text: str) -> int:
-        return pipe.read_request(_asked(0, text), 1).tokens
-
-    found = list[str]()
-    for seed in range(_TEXTS):
-        text = words(2 * tokens, seed).split()
-        least = bisect_left(range(len(text)), tokens, key=lambda n: length(" ".join(text[:n])))
-        found.append(" ".join(text[:least]))
-    return found
-
-
-def _asked(number: int, text: str) -> list[Message]:
-    """Return the question of a request; no two begin alike, so that no prefix is shared."""
-    return first_turn(f"{number:06} {text}")
-
-
 def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
     """Run a load on our engine.
 
@@ -227,8 +218,8 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
     def request(most: int) -> Request:
         number = next(numbers)
         sampling = pipe.sampling({"max_new_tokens": most, "temperature": 0}, ())
-        asked = _asked(number, texts[number % len(texts)])
-        return pipe.new_request(pipe.read_request(asked, most), sampling, perf_counter())
+        question = asked(number, texts[number % len(texts)], loop.pictures)
+        return pipe.new_request(pipe.read_request(question, most), sampling, perf_counter())
 
     started = request(2)  # Compiles what is still missing.
     pipe.engine.submit(started)
@@ -254,13 +245,14 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
         pipe.engine.keep_stepping(look),
     ):
         first = [request(length) for length in loop.first_lengths()]
-        ahead = [reader.submit(request, loop.new_tokens) for _ in range(max(loop.clients, 8))]
+        ahead = deque(reader.submit(request, loop.new_tokens) for _ in range(loop.ahead))
+        wait(ahead)
 
         def send(number: int, length: int) -> None:
             if number < len(first):
                 answer = first[number]
             else:
-                answer = ahead.pop(0).result()
+                answer = ahead.popleft().result()
                 ahead.append(reader.submit(request, length))
             seen[number], running[number] = 0, answer
             pipe.engine.submit(answer)
@@ -275,11 +267,18 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
         for answer in (*list(running.values()), *(future.result() for future in ahead)):
             answer.cancel()
     pipe.engine.call(lambda: None)  # Wait for the step under way.
-    return row
+    shown = sum(span.tokens for span in started.prompt.media)
+    return row | ({"picture tokens": shown} if loop.pictures else {})
 
 
-def vllms(engine: Any, loop: Loop) -> Row:
-    """Run a load on vLLM's engine (``vllm.LLM.llm_engine``)."""
+def vllms(engine: Any, prompt: Callable[[int], Any], loop: Loop) -> Row:
+    """Run a load on vLLM's engine (``vllm.LLM.llm_engine``).
+
+    Args:
+        engine: the engine.
+        prompt: function that prepares the prompt of a request with a number.
+        loop: the load.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -293,8 +292,9 @@ def vllms(engine: Any, loop: Loop) -> Row:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        prompt = {"prompt_token_ids": tokens_of(loop.prompt, (loop.prompt, number))}
-        engine.add_request(f"{loop.clients}-{loop.prompt}-{number}", prompt, params)
+        ready = ahead.popleft().result()
+        ahead.append(reader.submit(prompt, number + loop.clients + loop.ahead))
+        engine.add_request(f"{loop.clients}-{loop.prompt}-{number}", ready, params)
         live.add(number)
 
     def step(idle: float) -> Iterator[Arrival]:
@@ -308,35 +308,78 @@ def vllms(engine: Any, loop: Loop) -> Row:
                 live.discard(number)
             yield Arrival(number, len(output.outputs[0].token_ids), output.finished, now)
 
-    row = run(loop, send, step)
+    with ThreadPoolExecutor(1) as reader:
+        ahead = deque(reader.submit(prompt, i) for i in range(loop.clients + loop.ahead))
+        wait(ahead)
+        row = run(loop, send, step)
+        for future in ahead:
+            future.cancel()
     engine.abort_request([f"{loop.clients}-{loop.prompt}-{number}" for number in live])
     while engine.has_unfinished_requests():
         engine.step()
     return row
 
 
+def vllm_engine(loops: Sequence[Loop], folder: Path) -> Callable[[Loop], Row]:
+    """Start vLLM with the model of some loads; return a function that measures one of them."""
+    from vllm import LLM
+
+    [model], [pictures] = ({getattr(x, name) for x in loops} for name in ("model", "pictures"))
+    if pictures:
+        source = VLLMPrompts(model, folder)
+        found = {x.prompt: texts(source.tokens, x.prompt) for x in loops}
+        longest = max(source.tokens(text, pictures) for of in found.values() for text in of)
+    else:
+        model_folder(model, folder)
+        longest = max(loop.prompt for loop in loops)
+    longest += max(loop.new_tokens for loop in loops)
+    # Like those of filled caches, but prompts are computed, by vLLM's own budget for a step.
+    weights = RANDOM_MODELS[model].weights
+    options = engine_options("auto", folder, longest, filled=True, weights=weights)
+    del options["kv_transfer_config"], options["max_num_batched_tokens"]
+    if pictures:
+        options |= source.options(pictures)
+    engine: Any = LLM(**options).llm_engine
+
+    def measure(loop: Loop) -> Row:
+        def ids(number: int) -> dict[str, list[int]]:
+            return {"prompt_token_ids": tokens_of(loop.prompt, (loop.prompt, number))}
+
+        def shown(number: int) -> Any:
+            of = found[loop.prompt]
+            prompt = source.prompt(number, of[number % len(of)], pictures)
+            return engine.renderer.render_cmpl([prompt])[0]
+
+        if not pictures:
+            return vllms(engine, ids, loop)
+        places = shown(0)["mm_placeholders"]["image"]
+        row = vllms(engine, shown, loop)
+        return row | {"picture tokens": sum(place.length for place in places)}
+
+    return measure
+
+
+def our_engine(pipe: Pipeline) -> Callable[[Loop], Row]:
+    """Return a function that measures a load on our engine; see ``ours`` for the pipeline."""
+
+    def length(text: str) -> int:
+        return pipe.read_request(asked(0, text), 1).tokens
+
+    def measure(loop: Loop) -> Row:
+        return ours(pipe, texts(length, loop.prompt), loop)
+
+    return measure
+
+
 def child(spec: dict[str, Any]) -> None:
     """Run the loads of one engine, and write a line of JSON to a file for each row."""
     loops = [Loop(**loop) for loop in spec["loops"]]
-    model = loops[0].model
     if spec["engine"] == VLLM:
-        from vllm import LLM
-
-        folder = model_folder(model, Path(spec["folder"]))
-        longest = max(loop.prompt + loop.new_tokens for loop in loops)
-        # Like those of filled caches, but prompts are computed, by vLLM's own budget for a step.
-        weights = RANDOM_MODELS[model].weights
-        options = engine_options("auto", folder, longest, filled=True, weights=weights)
-        del options["kv_transfer_config"], options["max_num_batched_tokens"]
-        engine: Any = LLM(**options).llm_engine
-
-        def measure(loop: Loop) -> Row:
-            return vllms(engine, loop)
+        measure = vllm_engine(loops, Path(spec["folder"]))
     else:
-        pipe = endless_pipeline(model, tiny=spec["tiny"], device=spec["device"])
-
-        def measure(loop: Loop) -> Row:
-            return ours(pipe, texts(pipe, loop.prompt), loop)
+        measure = our_engine(
+            endless_pipeline(loops[0].model, tiny=spec["tiny"], device=spec["device"])
+        )
 
     def rows() -> Iterator[Row]:
         for loop in loops:
@@ -360,13 +403,14 @@ def ratios(rows: Iterable[Row]) -> Iterator[tuple[str, float, float | None]]:
     found: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
         if "error" not in row:
-            load = row["model"], row["prompt"], row["clients"], row["rate"]
+            load = row["model"], row["prompt"], row["pictures"], row["clients"], row["rate"]
             found.setdefault(load, {})[row["engine"]] = row["tokens/s"]
-    for (model, prompt, clients, rate), speeds in found.items():
+    for (model, prompt, pictures, clients, rate), speeds in found.items():
         if speeds.keys() >= {OURS, VLLM}:
             who = f"{clients} clients" if clients else f"{rate:g} requests/s"
-            least = BOUNDS.get((model, prompt, clients))
-            yield f"{model}, {who}, {prompt} tokens", speeds[OURS] / speeds[VLLM], least
+            least = None if pictures else BOUNDS.get((model, prompt, clients))
+            shown = f", pictures: {pictures}" if pictures else ""
+            yield f"{model}, {who}, {prompt} tokens{shown}", speeds[OURS] / speeds[VLLM], least
 
 
 def report(rows: Sequence[Row]) -> None:
@@ -376,12 +420,13 @@ def report(rows: Sequence[Row]) -> None:
         if "error" in row:
             return row["engine"], row["model"], row["error"], "", "", "", ""
         who = f"{row['clients']} clients" if row["clients"] else f"{row['rate']:g}/s"
+        shown = f" + {row['picture tokens']:,}" if row["pictures"] else ""
         pairs = (
             f"{row.get(f'{name} p50 ms')} / {row.get(f'{name} p99 ms')}"
             for name in ("first token", "between tokens")
         )
         return (
-            *(row["engine"], row["model"], who, f"{row['prompt']:,}"),
+            *(row["engine"], row["model"], who, f"{row['prompt']:,}{shown}"),
             *(f"{row['tokens/s']:,}", *pairs),
         )
 
@@ -407,20 +452,25 @@ def main(arguments: Sequence[str]) -> int:
     add("--prompts", default="500,2000,8000", help="tokens of a prompt, comma-separated")
     add("--clients", help="numbers of clients, comma-separated; default without --rate: 16,64,256")
     add("--rate", help="arrivals per second, comma-separated")
+    add("--pictures", type=int, default=0, help="pictures of a prompt, besides its tokens")
     add("--new-tokens", type=int, default=400, help="tokens of an answer")
     add("--seconds", type=float, default=20.0, help="seconds of each run")
     add("--limit", type=float, default=590.0, help="time limit of an engine's process, in seconds")
     add("--tiny", action="store_true", help="trial run with tiny models, without vLLM")
     add("--add", action="store_true", help="keep the file's rows of other runs")
     options = options_parser.parse_args(arguments)
+    models = options.models.split(",")
+    if options.pictures and any(RANDOM_MODELS[model].weights for model in models):
+        options_parser.error("--pictures requires models with weights in 16 bits")
     closed = options.clients or ("" if options.rate else "16,64,256")
     loads: list[dict[str, Any]] = [{"clients": int(x)} for x in closed.split(",") if x]
     loads += [{"rate": float(x)} for x in (options.rate or "").split(",") if x]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows, has_vllm = list[Row](), not options.tiny and find_spec("vllm") is not None
-    for model in options.models.split(","):
+    common = {name: getattr(options, name) for name in ("new_tokens", "seconds", "pictures")}
+    for model in models:
         loops = [
-            Loop(model, int(prompt), options.new_tokens, options.seconds, **load)
+            Loop(model, int(prompt), **common, **load)
             for prompt in options.prompts.split(",")
             for load in loads
         ]
@@ -433,8 +483,9 @@ def main(arguments: Sequence[str]) -> int:
     facts = {"versions": vllm_versions()} if has_vllm else {}
     record = Record("client_loop", line, device_name(device), rows, NOTES, **facts)
     if options.add and (earlier := record.earlier(options.out)) is not None:
-        cell = ("model", "engine", "prompt", "clients", "rate", "new_tokens")
-        kept, new = ([row for row in x if "error" not in row] for x in (earlier.rows, rows))
+        cell = ("model", "engine", "prompt", "pictures", "clients", "rate", "new_tokens")
+        old = ({"pictures": 0} | row for row in earlier.rows)
+        kept, new = ([row for row in x if "error" not in row] for x in (old, rows))
         failed = [row for row in rows if "error" in row]
         record.rows = [*merge_rows(kept, new, cell, lambda *_: True), *failed]
         record.command = f"{earlier.command}; {record.command}"

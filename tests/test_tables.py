@@ -143,7 +143,7 @@ def test_the_summary_names_the_best_other_program(name: str) -> None:
 
 def test_many_clients() -> None:
     """The README and the page tell the same figures."""
-    rows = record("client_loop-nvidia-h200")
+    rows = [row for row in record("client_loop-nvidia-h200") if not row.get("pictures")]
     flat = " ".join(README.split())
     for clients, prompt, model, name, in_readme in (
         (64, 2000, "qwen3-vl-8b", "8B", True),

@@ -1,14 +1,16 @@
 """Loops of many clients: figures on a clock of the test, our engine, and a stand-in for vLLM's."""
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoProcessor
 
 from benchmarks import client_loop
 from benchmarks.client_loop import Arrival, Loop, Meter, ours, ratios, run, vllms
+from benchmarks.loop_prompts import VLLMPrompts, asked, pictures, texts
 from benchmarks.random_model import make_endless, random_pipeline
 from benchmarks.record import Record
 
@@ -78,9 +80,14 @@ def test_figures_are_of_the_steady_state(clock: list[float]) -> None:
 @pytest.mark.slow
 def test_our_engine() -> None:
     pipe = make_endless(random_pipeline("qwen3-vl-8b", tiny=True, device="cpu"))
-    closed = ours(pipe, ["What?", "Why?"], Loop("tiny", 10, 6, seconds=1.0, clients=3))
-    opened = ours(pipe, ["What?", "Why?"], Loop("tiny", 10, 6, seconds=1.0, rate=20.0))
-    for row in (closed, opened):
+    loops = (
+        Loop("tiny", 10, 6, seconds=1.0, clients=3),
+        Loop("tiny", 10, 6, seconds=1.0, rate=20.0),
+        Loop("tiny", 10, 6, seconds=3.0, clients=3, pictures=1),
+    )
+    closed, opened, shown = (ours(pipe, ["What?", "Why?"], loop) for loop in loops)
+    assert shown["picture tokens"] == 64, "tiny models reduce a picture to 256 x 256"
+    for row in (closed, opened, shown):
         assert row["requests"] > 6 and row["tokens/s"] > 0
         assert 0 < row["first token p50 ms"] <= row["first token p99 ms"]
         assert 0 <= row["between tokens p50 ms"] <= row["between tokens p99 ms"]
@@ -125,29 +132,73 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
             return bool(self.left)
 
     engine = Stand()
-    row = vllms(engine, Loop("m", 10, new_tokens=4, seconds=0.3, clients=2))
+
+    def prompt(number: int) -> dict[str, list[int]]:
+        return {"prompt_token_ids": [number]}
+
+    row = vllms(engine, prompt, Loop("m", 10, new_tokens=4, seconds=0.3, clients=2))
     assert row["requests"] > 2 and not engine.left
-    assert {len(prompt) for prompt in engine.prompts} == {10}
-    assert max(Counter(map(tuple, engine.prompts)).values()) == 1, "no prefix is known"
+    assert engine.prompts == [[number] for number in range(row["requests"])]
+
+
+def test_both_engines_read_the_same_prompt(tmp_path) -> None:
+    """Ids and pixels that the folder's processor makes for vLLM are those of our pipeline."""
+    pipe = random_pipeline("qwen3-vl-8b", tiny=True, device="cpu")
+    source = VLLMPrompts("qwen3-vl-8b", tmp_path)
+    of_vllm, processor = source.prompt(7, "Why?", 2), AutoProcessor.from_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).architectures == ["Qwen3VLForConditionalGeneration"]
+    assert source.tokens("Why?", 2) == source.tokens("Why?") + 2 * (256 + 2)
+    pipe.processor.image_processor = processor.image_processor  # In full size.
+    shown = of_vllm["multi_modal_data"]["image"]
+    theirs = processor(text=[of_vllm["prompt"]], images=shown, return_tensors="pt")
+    own = pipe.read_request(asked(7, "Why?", 2)).inputs
+    assert theirs["input_ids"].tolist() == own["input_ids"].tolist()
+    # Our towers read bytes, and each picture once where the processor makes two equal frames.
+    frames = theirs["pixel_values"].unflatten(1, (3, 2, -1))
+    pixels = own["pixel_values"].float().unflatten(1, (3, 1, -1)) / 127.5 - 1
+    torch.testing.assert_close(frames, pixels.expand_as(frames))
+
+
+def test_no_picture_recurs() -> None:
+    made = [picture.tobytes() for number in range(3) for picture in pictures(number, 2)]
+    assert len(set(made)) == 6 and {len(pixels) for pixels in made} == {3 * 512 * 512}
+
+
+def test_texts_have_the_least_number_of_words() -> None:
+    found = texts(lambda text: 5 + 2 * len(text.split()), 20)
+    assert {len(text.split()) for text in found} == {8}
+    assert len(set(found)) == len(found)
 
 
 def test_ratios() -> None:
-    load = {"model": "qwen3-vl-8b", "prompt": 2000, "clients": 64, "rate": 0.0}
+    load = {"model": "qwen3-vl-8b", "prompt": 2000, "pictures": 0, "clients": 64, "rate": 0.0}
     rows = [
         {"engine": "oscar_mm", **load, "tokens/s": 3000.0},
         {"engine": "vLLM", **load, "tokens/s": 2000.0},
         {"engine": "oscar_mm", **load, "clients": 0, "rate": 4.0, "tokens/s": 300.0},
         {"engine": "vLLM", "model": "qwen3-vl-8b", "error": "exit code 1"},
+        {"engine": "oscar_mm", **load, "pictures": 1, "tokens/s": 2000.0},
+        {"engine": "vLLM", **load, "pictures": 1, "tokens/s": 1000.0},
     ]
-    assert [*ratios(rows)] == [("qwen3-vl-8b, 64 clients, 2000 tokens", 1.5, 1.3)]
+    assert [*ratios(rows)] == [
+        ("qwen3-vl-8b, 64 clients, 2000 tokens", 1.5, 1.3),
+        ("qwen3-vl-8b, 64 clients, 2000 tokens, pictures: 1", 2.0, None),
+    ]
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--tiny", "--prompts", "30", "--new-tokens", "4", "--seconds", "1"]
-    assert client_loop.main([*small, "--clients", "2", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "2 clients" in printed and "oscar_mm" in printed
+    for more, prompt in (([], " 30 "), (["--pictures", "1", "--add"], " 30 + 64 ")):
+        assert client_loop.main([*small, *more, "--clients", "2", "--out", str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        assert "2 clients" in printed and "oscar_mm" in printed and prompt in printed
+
+
+def test_quantized_weights_with_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        client_loop.main(["--models", "qwen3-vl-8b-fp8", "--pictures", "1"])
+    assert "--pictures requires models with weights in 16 bits" in capsys.readouterr().err
 
 
 def test_rows_of_several_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
