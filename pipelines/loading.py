@@ -32,6 +32,7 @@ from oscar_mm.admission.capacity import heads_by_layer
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError, shown
+from oscar_mm.media.sequence_lengths import read_lengths_once
 from oscar_mm.models import check_source, remedy, source_of, stored_bytes
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.drafts import add_drafts
@@ -341,6 +342,7 @@ def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | N
         family.set_attention(model, towers)
     except (ValueError, ImportError) as error:
         raise InputError(f"attn_implementation {towers!r}: {first_line(error)}") from error
+    read_lengths_once(model)
 
 
 def _adapted(family: type[Family], processor: Any) -> Any:
