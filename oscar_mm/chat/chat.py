@@ -327,31 +327,38 @@ class Chat(TurnRunner):
 
         self._alone(forget)
 
-    def undo(self) -> None:
-        """Remove the last turn; call this again to remove the turn before it.
+    def undo(self, turns: int = 1) -> None:
+        """Remove the last turn, or several.
 
-        Tokens that the turn had pushed out of the 16-bit window stay packed, so with a low-bit
-        policy the next answer may differ slightly from that of a chat that never had the turn.
+        Tokens that the turns had pushed out of the 16-bit window stay packed, so with a low-bit
+        policy the next answer may differ slightly from that of a chat that never had the turns.
+
+        Args:
+            turns: number of turns, at most those of the chat; all are removed, or none.
 
         Raises:
-            InputError: if there are no turns, or if a model with states (Qwen3.5) no longer has
-                those from before the turn: a chat keeps the latest ``MARK_BYTES`` of them.
+            InputError: if there are no so many turns, or if a model with states (Qwen3.5) no
+                longer has those from before them: a chat keeps the latest ``MARK_BYTES`` of them.
         """
+        if type(turns) is not int or turns < 1:
+            raise InputError(f"undo({shown(turns)}): turns must be an integer from 1 on")
 
         def undo(now: Conversation) -> None:
             if not now.turns:
                 raise InputError("undo: the chat has no turns yet")
-            start = now.turns[-1].start
+            if turns > len(now.turns):
+                raise InputError(f"undo({turns}): the chat has only {len(now.turns)} turns")
+            start = now.turns[-turns].start
             if now.cache.longest_crop(start) != start:
                 raise InputError(_TOO_EARLY)
-            if len(now.turns) == 1:
+            if len(now.turns) == turns:
                 # A new cache, since a chat saved by an earlier version may have balancing
                 # vectors that were computed from its first prompt.
                 self._spillable.replace(Conversation.empty(self._new_cache()))
             else:
                 cache = now.cache.fork()
                 cache.crop(start - now.tokens)
-                self._spillable.replace(now.without_last_turn(cache))
+                self._spillable.replace(now.without_last_turns(cache, turns))
 
         self._alone(undo)
 

@@ -230,16 +230,16 @@ class Conversation:
             turns=(*self.turns[:-1], last),
         )
 
-    def without_last_turn(self, cache: OscarCache) -> Conversation:
-        """Return the conversation without its last turn, which ``cache`` must not contain."""
-        last = self.turns[-1]
+    def without_last_turns(self, cache: OscarCache, count: int) -> Conversation:
+        """Return the conversation without its last turns, which ``cache`` must not contain."""
+        first = self.turns[-count]
         return Conversation(
             kv=cache,
-            token_ids=self.token_ids[:, : last.start],
-            next_position=torch.full_like(self.next_position, last.position),
-            pending=last.pending,
-            turns=self.turns[:-1],
-            heard=self.heard.until(last.start),
+            token_ids=self.token_ids[:, : first.start],
+            next_position=torch.full_like(self.next_position, first.position),
+            pending=first.pending,
+            turns=self.turns[:-count],
+            heard=self.heard.until(first.start),
         )
 
     def with_answer_cut(self, cache: OscarCache, count: int, text: str) -> Conversation:

@@ -129,17 +129,24 @@ def test_undo_is_never_having_asked(name, pipes) -> None:
     found += asked(undone, third)
     assert found == expected
     assert undone.turns == plain.turns and undone.segments == plain.segments
-    undone.undo()
-    undone.undo()
+    asked(undone, second)
+    undone.undo(2)
+    assert asked(undone, third) == expected[1:] and undone.segments == plain.segments
+    with pytest.raises(InputError, match=r"undo\(3\): the chat has only 2 turns"):
+        undone.undo(3)
+    assert undone.turns == plain.turns
+    undone.undo(2)
     with pytest.raises(InputError, match="no turns yet"):
         undone.undo()
+    for wrong in (0, -1, True, 1.0):
+        with pytest.raises(InputError, match="turns must be an integer from 1 on"):
+            undone.undo(wrong)
 
 
 def test_undo_over_packed_pages(packed) -> None:
     chat = packed.chat()
     asked(chat, QUESTION, {**OTHER, "images": [noise(500, 400, seed) for seed in range(3)]}, MORE)
-    chat.undo()
-    chat.undo()
+    chat.undo(2)
     assert len(chat.turns) == 1
     assert sum(one.tokens for one in chat.segments) == sum(chat.memory.tokens.values())
     assert len(chat.ask(**OTHER).token_ids) == 6

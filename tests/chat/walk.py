@@ -228,17 +228,19 @@ class Walk:
             talk.script = talk.script.forgetting(turn, medium, talk.length)
 
     def undo(self, talk: Talk) -> None:
-        """Take back a turn."""
+        """Take back a turn or two."""
         self.leave(talk)
         if not talk.script.turns:
             return self.refused(talk)
-        self.note(f"{talk.name}.undo()")
+        count = self.pick.randint(1, min(2, len(talk.script.turns)))
+        self.note(f"{talk.name}.undo({count})")
         with self.live, self.budget_allows() as done:
-            talk.chat.undo()
+            talk.chat.undo(count)
         if not done:
             return
-        start = talk.chat.turns[-1].stop if len(talk.script.turns) > 1 else 0
-        talk.script = talk.script.without_last(start)
+        start = talk.chat.turns[-1].stop if len(talk.script.turns) > count else 0
+        for _ in range(count):
+            talk.script = talk.script.without_last(start)
         talk.layout = self.plain.layout(talk.script) if talk.script.turns else None
 
     def fork(self, talk: Talk) -> None:

@@ -125,8 +125,7 @@ def test_turns_are_those_of_transformers(pipe, turns, tmp_path: Path) -> None:
         assert one.ask(**asked(QUESTIONS[2])).token_ids == turns[2]
         one.undo()
         assert one.ask(**asked(QUESTIONS[2])).token_ids == turns[2]
-        one.undo()
-        one.undo()
+        one.undo(2)
         assert [one.ask(**asked(question)).token_ids for question in QUESTIONS[1:]] == turns[1:]
     assert again.memory.by_kind == chat.memory.by_kind
     with pytest.raises(InputError, match=r"forget: the states of linear-attention.*latest turns"):
