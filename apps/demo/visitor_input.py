@@ -105,7 +105,8 @@ def place_files(text: str, names: Sequence[str]) -> list[str | int]:
     """
     left = dict(enumerate(names))
     parts: list[str | int] = []
-    for piece in re.split(r"(\[[^\[\]\n]{1,255}\])", text):
+    placed = "|".join(re.escape(f"[{name}]") for name in names)
+    for piece in re.split(f"({placed})", text) if placed else [text]:
         index = next((index for index, name in left.items() if piece == f"[{name}]"), None)
         if index is None:
             parts.append(piece)

@@ -63,6 +63,14 @@ def test_files_are_placed_by_name(text: str, parts: list) -> None:
     assert place_files(text, ["a.png", "b.wav", "a.png"]) == parts
 
 
+def test_names_with_brackets_are_placed_too() -> None:
+    names = ["a[1] (2).png", "[].png", "a].png", "$x$ [.png"]
+    text = "See [a[1] (2).png], [[].png]: [a].png] not [[] or [$x$ [.png]."
+    expected = ["See", 0, ",", 1, ":", 2, "not [[] or", 3, "."]
+    assert place_files(text, names) == expected
+    assert place_files("[a] [] [", []) == ["[a] [] ["]
+
+
 def test_bounds(uploads: Path, monkeypatch) -> None:
     text = uploads / "notes.txt"
     text.write_text("notes")
