@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from oscar_mm.apps.demo.transcript import counted
@@ -20,25 +20,27 @@ MAX_LISTED = 50
 """Maximum number of conversations in the list; the browser names the latest first."""
 ID = re.compile(r"[A-Za-z0-9_-]{32}")
 """Ids of conversations."""
+MAX_QUERY = 200
+"""Maximum characters that are searched for."""
 SEARCH = (
-    '<input type="search" placeholder="Search titles" aria-label="Search titles">'
+    '<input type="search" placeholder="Search conversations" aria-label="Search conversations">'
     '<p role="status"></p>'
 )
-"""HTML of the field that shortens the list to titles with all of its words."""
+"""HTML of the field that shortens the list to conversations with all of its words."""
+_BEFORE, _AFTER = 40, 90
+"""Characters that an excerpt shows before and after the beginning of what was found."""
 LIST_SCRIPT = """
-const search = () => {
-  const typed = document.querySelector('#search input')?.value.toLowerCase() ?? '';
-  const words = typed.split(/\\s+/), rows = [...element.querySelectorAll('li')];
-  for (const row of rows) {
-    const title = row.querySelector('a').textContent.toLowerCase();
-    row.hidden = !words.every((word) => title.includes(word));
-  }
-  const nothing = rows.length > 0 && rows.every((row) => row.hidden);
+let waits = null;
+document.addEventListener('input', ({target}) => {
+  if (!target.closest('#search')) return;
+  clearTimeout(waits);
+  waits = setTimeout(() => trigger('input', {}), 200);
+});
+watch('value', () => {
+  const nothing = element.querySelector('ul') && !element.querySelector('li');
   const status = document.querySelector('#search [role=status]');
-  if (status) status.textContent = nothing ? 'No title has these words.' : '';
-};
-document.addEventListener('input', ({target}) => target.closest('#search') && search());
-watch('value', search);
+  if (status) status.textContent = nothing ? 'No conversation has these words.' : '';
+});
 element.addEventListener('click', (event) => {
   const button = event.target.closest('button[data-action]');
   if (!button) return;
@@ -61,12 +63,48 @@ class Summary:
         title: the visitor's title, or the beginning of the first question.
         media: number of pictures, videos and clips, by kind.
         used_bytes: bytes of keys and values.
+        found: part of what was said that has words which were searched for; "" if the title has
+            them all, or nothing was searched for.
     """
 
     id: str
     title: str
     media: Mapping[str, int]
     used_bytes: int
+    found: str = ""
+
+    def searched(self, words: Sequence[str], said: Sequence[str]) -> Summary | None:
+        """Search the conversation for words, in upper or lower case.
+
+        Args:
+            words: words or parts of words.
+            said: questions and answers of the conversation.
+
+        Returns:
+            The summary with an excerpt; None unless each word is in the title or was said.
+        """
+        found = ""
+        for word in words:
+            has_word = re.compile(re.escape(word), re.IGNORECASE).search
+            if has_word(self.title):
+                continue
+            match = next(filter(None, map(has_word, said)), None)
+            if match is None:
+                return None
+            found = found or _excerpt(match.string, match.start())
+        return replace(self, found=found)
+
+
+def _excerpt(text: str, place: int) -> str:
+    """Return the part of a text around a place, in one line."""
+    first, last = max(0, place - _BEFORE), place + _AFTER
+    line = " ".join(text[first:last].encode(errors="replace").decode().split())
+    return f"{'…' if first else ''}{line}{'…' if last < len(text) else ''}"
+
+
+def words_in(query: str | None) -> list[str]:
+    """Return the words that a visitor searches for."""
+    return (query or "")[:MAX_QUERY].split()
 
 
 def title_of(text: str) -> str:
@@ -82,20 +120,21 @@ def ids_in(text: str | None) -> list[str]:
     return [*dict.fromkeys(ID.findall((text or "")[: 40 * MAX_LISTED]))][:MAX_LISTED]
 
 
-def conversation_list(summaries: Sequence[Summary], current: str) -> str:
+def conversation_list(summaries: Sequence[Summary], current: str, words: Sequence[str] = ()) -> str:
     """Return the HTML of the list.
 
     Args:
         summaries: conversations to show, the latest first.
         current: id of the conversation that the page shows.
+        words: words that were searched for.
     """
-    if not summaries:
+    if not summaries and not words:
         return '<p class="empty">Conversations of this browser are listed here.</p>'
-    rows = "".join(_row(one, is_current=one.id == current) for one in summaries)
+    rows = "".join(_row(one, words, is_current=one.id == current) for one in summaries)
     return f'<ul class="conversations">{rows}</ul>'
 
 
-def _row(summary: Summary, *, is_current: bool) -> str:
+def _row(summary: Summary, words: Sequence[str], *, is_current: bool) -> str:
     title = escape(summary.title)
     counts = [counted(n, kind) for kind, n in summary.media.items() if n]
     about = escape(" · ".join([*counts, format_bytes(summary.used_bytes)]))
@@ -105,4 +144,15 @@ def _row(summary: Summary, *, is_current: bool) -> str:
         f'data-title="{title}" aria-label="{action.title()} {title}">{action.title()}</button>'
         for action in ("rename", "delete")
     )
-    return f"<li>{link}<small>{about}</small>{buttons}</li>"
+    found = f'<small class="found">{_marked(summary.found, words)}</small>' if summary.found else ""
+    return f"<li>{link}<small>{about}</small>{found}{buttons}</li>"
+
+
+def _marked(text: str, words: Sequence[str]) -> str:
+    """Return the HTML of a text in which words are marked."""
+    # With a group, every second part is a word.
+    parts = re.split(f"({'|'.join(map(re.escape, words))})", text, flags=re.IGNORECASE)
+    return "".join(
+        f"<mark>{escape(part)}</mark>" if place % 2 else escape(part)
+        for place, part in enumerate(parts)
+    )

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.apps.demo.charts import inspection_view
-from oscar_mm.apps.demo.conversation_list import conversation_list, ids_in
+from oscar_mm.apps.demo.conversation_list import conversation_list, ids_in, words_in
 from oscar_mm.apps.demo.curve_picture import curve_picture
 from oscar_mm.apps.demo.examples import Example
 from oscar_mm.apps.demo.hands_free import SPEAKING, Ears, Question
@@ -79,7 +79,10 @@ class Handlers:
         return dict(zip(self.part_names, parts, strict=True))
 
     def all_parts(self, session: Session, *scenario: str) -> tuple:
-        """Return the content of all parts of the page, in the order of ``part_names``."""
+        """Return the content of all parts of the page, in the order of ``part_names``; no changes
+        for a conversation that has ended."""
+        if session.has_ended:
+            return (_UNCHANGED,) * len(self.part_names)
         return (
             history(session.exchanges, session.active),
             live(session.active),
@@ -103,7 +106,19 @@ class Handlers:
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
         session = self._session(request)
         steps = session.ask(text, files, **self._options(temperature, longest))
-        yield from self._answer_from_box(session, steps, text, files, scenario)
+        shown = self._answer_from_box(session, steps, text, files, scenario)
+        yield from self._while_visited(request, session, shown)
+
+    def _while_visited(
+        self, request: gr.Request, session: Session, outputs: Generator[tuple]
+    ) -> Iterator[tuple]:
+        """Yield what a page shows of a conversation, and no changes once the page shows another
+        conversation: the end of an answer would replace it."""
+        key = str(request.session_hash)
+        with closing(outputs):
+            for shown in outputs:
+                is_here = self.sessions.is_visited(key, session)
+                yield shown if is_here else (_UNCHANGED,) * len(shown)
 
     def hear(self, request: gr.Request, event: gr.EventData) -> tuple[str, Any]:
         """Listen to a visitor, and end the answer that the visitor interrupts; return what
@@ -127,7 +142,8 @@ class Handlers:
         if heard := self._ears(session).take():
             try:
                 session.wait_for_the_end()
-                yield from self._answer_aloud(session, heard, options, scenario)
+                shown = self._answer_aloud(session, heard, options, scenario)
+                yield from self._while_visited(request, session, shown)
             finally:
                 for question in heard:
                     question.live.close()
@@ -144,7 +160,7 @@ class Handlers:
         heard: Sequence[Question],
         options: dict[str, Any],
         scenario: Sequence[str],
-    ) -> Iterator[tuple]:
+    ) -> Generator[tuple]:
         read = heard[0].live if len(heard) == 1 else None
         files = [question.path for question in heard]
         steps = session.ask("", files, is_talk=True, live=read, **options)
@@ -160,22 +176,51 @@ class Handlers:
         self, request: gr.Request, temperature: float, longest: float, *scenario: str
     ) -> Iterator[tuple]:
         """Answer the last question again."""
+        yield from self._ask_again(request, None, temperature, longest, scenario)
+
+    def retry_at(
+        self,
+        request: gr.Request,
+        event: gr.EventData,
+        temperature: float,
+        longest: float,
+        *scenario: str,
+    ) -> Iterator[tuple]:
+        """Answer the chosen question again, and remove all later ones."""
+        yield from self._ask_again(request, str(event.key), temperature, longest, scenario)
+
+    def _ask_again(
+        self,
+        request: gr.Request,
+        key: str | None,
+        temperature: float,
+        longest: float,
+        scenario: Sequence[str],
+    ) -> Iterator[tuple]:
         session = self._session(request)
         try:
-            text, files = session.take_back()
+            text, files = session.take_back(key)
         except InputError as error:
             session.show_error(error)
             yield *self.all_parts(session, *scenario), _UNCHANGED
             return
         options = self._options(temperature, longest)
         steps = session.ask(text, files, is_talk=not text, **options)
-        yield from self._answer_from_box(session, steps, text, files, scenario)
+        shown = self._answer_from_box(session, steps, text, files, scenario)
+        yield from self._while_visited(request, session, shown)
 
     def edit(self, request: gr.Request, *scenario: str) -> tuple:
         """Undo the last question, and put it back into the input box."""
+        return self._put_back(request, None, scenario)
+
+    def edit_at(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
+        """Undo the chosen question and all later ones, and put it back into the input box."""
+        return self._put_back(request, str(event.key), scenario)
+
+    def _put_back(self, request: gr.Request, key: str | None, scenario: Sequence[str]) -> tuple:
         session, box = self._session(request), _UNCHANGED
         with _errors_in_chat(session):
-            text, files = session.take_back()
+            text, files = session.take_back(key)
             box = gr.MultimodalTextbox(value={"text": text, "files": files})
         return *self.all_parts(session, *scenario), box
 
@@ -186,7 +231,7 @@ class Handlers:
         text: str,
         files: list,
         scenario: Sequence[str],
-    ) -> Iterator[tuple]:
+    ) -> Generator[tuple]:
         sent = yield from self._answer(session, steps, gr.MultimodalTextbox(value=None))
         last = session.exchanges[-1:]
         refused = bool(last and last[0].error and not last[0].counts)
@@ -202,15 +247,25 @@ class Handlers:
         ) -> Iterator[tuple]:
             session = self._session(request)
             options = self._options(temperature, longest)
-            for message in example.messages:
-                steps = session.ask(message.text, message.paths, **options)
-                sent = yield from self._answer(session, steps, _UNCHANGED)
-                past, *parts = self.all_parts(session, *scenario)
-                yield _UNCHANGED if past == sent else past, *parts, _UNCHANGED
-                if session.stopped or not session.exchanges or session.exchanges[-1].error:
-                    break
+            shown = self._play(session, example, options, scenario)
+            yield from self._while_visited(request, session, shown)
 
         return play
+
+    def _play(
+        self,
+        session: Session,
+        example: Example,
+        options: dict[str, Any],
+        scenario: Sequence[str],
+    ) -> Generator[tuple]:
+        for message in example.messages:
+            steps = session.ask(message.text, message.paths, **options)
+            sent = yield from self._answer(session, steps, _UNCHANGED)
+            past, *parts = self.all_parts(session, *scenario)
+            yield _UNCHANGED if past == sent else past, *parts, _UNCHANGED
+            if session.stopped or not session.exchanges or session.exchanges[-1].error:
+                break
 
     @property
     def default_temperature(self) -> float:
@@ -244,6 +299,11 @@ class Handlers:
     def compare(self, request: gr.Request, wanted: bool, *scenario: str) -> Iterator[tuple]:
         """Start or end the comparison with a 16-bit cache."""
         session = self._session(request)
+        yield from self._while_visited(request, session, self._compared(session, wanted, scenario))
+
+    def _compared(
+        self, session: Session, wanted: bool, scenario: Sequence[str]
+    ) -> Generator[tuple]:
         try:
             if wanted:
                 for _ in session.compare():
@@ -260,6 +320,13 @@ class Handlers:
         session = self._session(request)
         with _errors_in_chat(session):
             session.undo()
+        return self.all_parts(session, *scenario)
+
+    def undo_at(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
+        """Undo the chosen question and all later ones."""
+        session = self._session(request)
+        with _errors_in_chat(session):
+            session.undo(str(event.key))
         return self.all_parts(session, *scenario)
 
     def keep_heard(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
@@ -330,11 +397,15 @@ class Handlers:
                 session = self.sessions.load(str(request.session_hash), path)
         return *self.all_parts(session, *scenario), session.id
 
-    def listed(self, request: gr.Request, ids: str) -> str:
-        """List the conversations with these ids."""
-        return conversation_list(self.sessions.summaries(ids_in(ids)), self._session(request).id)
+    def listed(self, request: gr.Request, ids: str, query: str) -> str:
+        """List the conversations with these ids that have the words of a query."""
+        words = words_in(query)
+        found = self.sessions.summaries(ids_in(ids), words)
+        return conversation_list(found, self._session(request).id, words)
 
-    def change_listed(self, request: gr.Request, event: gr.EventData, ids: str) -> tuple[str, Any]:
+    def change_listed(
+        self, request: gr.Request, event: gr.EventData, ids: str, query: str
+    ) -> tuple[str, Any]:
         """Rename or delete a conversation of the list; return the list, and "" if the conversation
         of this page is gone."""
         session, chosen = self._session(request), str(event.id)
@@ -347,15 +418,15 @@ class Handlers:
         elif event.action == "delete":
             self.sessions.delete(chosen)
         is_gone = chosen == session.id and session not in self.sessions
-        return self.listed(request, ids), "" if is_gone else _UNCHANGED
+        return self.listed(request, ids, query), "" if is_gone else _UNCHANGED
 
     def follow(self, request: gr.Request, *scenario: str) -> Iterator[tuple]:
         """Show the conversation as it is now, and an answer that is running until it ends."""
         session = self._session(request)
-        while session.is_answering:
+        while session.is_answering and self.sessions.is_visited(str(request.session_hash), session):
             yield self.all_parts(session, *scenario)
             time.sleep(1 / UPDATES_PER_S)
-        yield self.all_parts(session, *scenario)
+        yield self.all_parts(self._session(request), *scenario)
 
     def save(self, request: gr.Request) -> tuple[Any, Any]:
         """Save the conversation to a file; return the path of the file and the history.
@@ -433,8 +504,17 @@ class Handlers:
 
     def fork(self, request: gr.Request, *scenario: str) -> tuple:
         """Continue with a copy of the conversation; also return the id of the copy."""
+        return self._continue_in_copy(request, None, scenario)
+
+    def fork_at(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
+        """Continue with a copy that ends with the chosen question; also return the copy's id."""
+        return self._continue_in_copy(request, str(event.key), scenario)
+
+    def _continue_in_copy(
+        self, request: gr.Request, last: str | None, scenario: Sequence[str]
+    ) -> tuple:
         with _errors_as_messages():
-            session = self.sessions.fork(str(request.session_hash))
+            session = self.sessions.fork(str(request.session_hash), last)
         gr.Info("This is a copy. The Back button and the tab Chats lead to the original.")
         return *self.all_parts(session, *scenario), session.id
 

@@ -271,9 +271,9 @@ class MeasuredChat:
         fork.finish_reason = self.finish_reason
         return fork
 
-    def undo(self) -> None:
-        """Undo the last turn."""
-        self.chat.undo()
+    def undo(self, turns: int) -> None:
+        """Undo the last turns."""
+        self.chat.undo(turns)
         self.timings = None
         self.measure()
 

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oscar_mm.apps.demo import live_speech, shortcuts, visitor_input
+from oscar_mm.apps.demo import formulas, live_speech, message_menu, shortcuts, visitor_input
 from oscar_mm.apps.demo.charts import NOT_INSPECTED
 from oscar_mm.apps.demo.conversation_list import (
     LIST_SCRIPT,
@@ -89,7 +89,10 @@ _ADDRESS_SCRIPT = """(id) => {
 }""".replace("LISTED", str(MAX_LISTED))
 """Script that puts the conversation's id into the URL fragment, which browsers do not send to
 servers, and into the browser's list. No id: the conversation was deleted."""
-_IDS_SCRIPT = "() => [localStorage.getItem('oscar-mm-conversations') ?? '']"
+_LIST_SCRIPT = """() => [
+  localStorage.getItem('oscar-mm-conversations') ?? '',
+  document.querySelector('#search input')?.value ?? '',
+]"""
 _COPY_SCRIPT = "() => navigator.clipboard.writeText(location.href)"
 _RETURN_SCRIPT = """
 document.addEventListener('visibilitychange', () => {
@@ -154,9 +157,12 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
     reads = handlers.sessions.pipe.family.reads
     kinds = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "audio"}
     suffixes = [end for one, kind in kinds.items() if one in reads for end in SUFFIXES[kind]]
-    script = partial(_HTML, js_on_load=SCROLL_SCRIPT)
     with gr.Column(elem_id="transcript"):
-        history, live = script(initial["history"], elem_id="history"), script("", elem_id="live")
+        script = formulas.script() + SCROLL_SCRIPT
+        history = _HTML(
+            initial["history"], js_on_load=script + message_menu.SCRIPT, elem_id="history"
+        )
+        live = _HTML("", js_on_load=script, elem_id="live")
         examples = _example_buttons(supports_audio=Modality.AUDIO in reads)
     message = gr.MultimodalTextbox(
         label="Message",
@@ -388,11 +394,17 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
             handlers.example(example), [*options, *scenario], [*all_outputs, box], **answer
         )
     parts["compare"].input(handlers.compare, [parts["compare"], *scenario], all_outputs, **answer)
-    parts["retry"].click(handlers.retry, [*options, *scenario], [*all_outputs, box], **answer)
+    again: dict[str, Any] = answer | {"trigger_mode": "multiple"}
+    parts["retry"].click(handlers.retry, [*options, *scenario], [*all_outputs, box], **again)
     parts["edit"].click(handlers.edit, scenario, [*all_outputs, box], **private)
     parts["stop"].click(handlers.stop, queue=False, **private)
     parts["undo"].click(handlers.undo, scenario, all_outputs, **private)
     parts["clear"].click(handlers.begin, scenario, moved, **private)
+    past = parts["history"]
+    past.retry(handlers.retry_at, [*options, *scenario], [*all_outputs, box], **again)
+    past.edit(handlers.edit_at, scenario, [*all_outputs, box], **private)
+    past.undo(handlers.undo_at, scenario, all_outputs, **private)
+    past.copy(handlers.fork_at, scenario, moved, **private)
     fields = [
         parts[name] for name in ("preset", *(modality.label for modality in Modality), "window")
     ]
@@ -438,10 +450,13 @@ def _wire_list(
     handlers: Handlers, parts: dict[str, Any], address: gr.Textbox, private: dict[str, Any]
 ) -> None:
     ids = gr.Textbox(label="Conversations", visible="hidden")
-    listing: dict[str, Any] = private | {"js": _IDS_SCRIPT}
-    parts["chats"].select(handlers.listed, ids, parts["list"], **listing)
-    address.change(handlers.listed, ids, parts["list"], **listing)
-    parts["list"].click(handlers.change_listed, ids, [parts["list"], address], **listing)
+    query = gr.Textbox(label="Query", visible="hidden")
+    listing: dict[str, Any] = private | {"inputs": [ids, query], "js": _LIST_SCRIPT}
+    listed: dict[str, Any] = listing | {"outputs": parts["list"], "trigger_mode": "always_last"}
+    parts["chats"].select(handlers.listed, **listed)
+    parts["list"].input(handlers.listed, **listed)
+    address.change(handlers.listed, **listed)
+    parts["list"].click(handlers.change_listed, outputs=[parts["list"], address], **listing)
 
 
 def _press(name: str) -> str:

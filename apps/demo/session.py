@@ -107,6 +107,11 @@ class Session:
         return self._turn.locked() or bool(self.turns)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the conversation was deleted, or given up for others."""
+        return self._closed
+
+    @property
     def is_answering(self) -> bool:
         """Whether an answer is being generated."""
         return self.active is not None or self.baseline_exchange is not None
@@ -118,6 +123,11 @@ class Session:
         media = Counter(preview.kind for turn in turns for preview in turn.previews)
         first = turns[0].question if turns else ""
         return Summary(self.id, self.name or title_of(first), dict(media), self.used_bytes)
+
+    @property
+    def said(self) -> list[str]:
+        """Questions and answers of the conversation."""
+        return [text for turn in self.turns for text in (turn.question, turn.answer)]
 
     @property
     def used_bytes(self) -> int:
@@ -369,31 +379,65 @@ class Session:
             for chat in old:
                 chat.chat.close()
 
-    def undo(self) -> None:
-        """Undo the last question, or remove the last message if it was refused."""
-        with self._change():
-            if not self.exchanges:
-                raise InputError("there is nothing to undo")
-            if self.exchanges[-1].counts:
-                for chat in self._chats:
-                    chat.undo()
-            self.exchanges.pop()
+    def undo(self, key: str | None = None) -> None:
+        """Undo a question and all later ones; a message that was refused is only removed.
 
-    def take_back(self) -> tuple[str, list[str | Path]]:
-        """Undo the last question, and return its text and files so that it can be asked again.
+        Args:
+            key: key of the question's exchange; by default the last one.
 
         Raises:
-            InputError: if there is no question, or the question's files are missing.
+            InputError: if there is no such question, or the chat cannot undo so many.
         """
-        last = self.exchanges[-1] if self.exchanges else None
-        if last is not None and any(preview.path is None for preview in last.previews):
-            raise InputError("the files of a loaded question are missing: upload the files again")
-        self.undo()
-        return (last.question, last.files) if last else ("", [])
+        with self._change():
+            self._cut(self._place(key))
 
-    def fork(self) -> Session:
-        """Copy the conversation into a new session; copy and original continue independently."""
+    def take_back(self, key: str | None = None) -> tuple[str, list[str | Path]]:
+        """Undo a question and all later ones, and return its text and files, so that it can be
+        asked again.
+
+        Args:
+            key: key of the question's exchange; by default the last one.
+
+        Raises:
+            InputError: if there is no such question, or its files are missing.
+        """
+        with self._change():
+            place = self._place(key)
+            taken = self.exchanges[place]
+            if taken.lacks_files:
+                raise InputError(
+                    "the files of a loaded question are missing: upload the files again"
+                )
+            self._cut(place)
+            return taken.question, taken.files
+
+    def _place(self, key: str | None) -> int:
+        """Return the index of the exchange with this key; by default that of the last one."""
+        if key is None and not self.exchanges:
+            raise InputError("there is nothing to undo")
+        keys = [exchange.key for exchange in self.exchanges]
+        if key is not None and key not in keys:
+            raise InputError("this question is gone: it was removed or asked again")
+        return len(keys) - 1 if key is None else keys.index(key)
+
+    def _cut(self, place: int) -> None:
+        """Remove the exchanges from this index on."""
+        if turns := sum(exchange.counts for exchange in self.exchanges[place:]):
+            for chat in self._chats:
+                chat.undo(turns)
+        del self.exchanges[place:]
+
+    def fork(self, key: str | None = None) -> Session:
+        """Copy the conversation into a new session; copy and original continue independently.
+
+        Args:
+            key: key of the last exchange to copy; by default all are copied.
+
+        Raises:
+            InputError: if there is no such exchange, or the chat cannot undo the later ones.
+        """
         with self._exclusive():
+            end = len(self.exchanges) if key is None else self._place(key) + 1
             fork = Session(self.sessions)
             fork._close_chats()
             fork.conversation, fork.settings = self.conversation.fork(), self.settings
@@ -401,6 +445,11 @@ class Session:
             fork.exchanges = [replace(exchange) for exchange in self.exchanges]
             fork.name = f"Copy of {self.summary.title}"[:MAX_TITLE]
             fork.is_unsaved = True
+            try:
+                fork._cut(end)
+            except BaseException:
+                fork.close()
+                raise
             return fork
 
     def forget(self, index: int) -> None:
@@ -479,8 +528,7 @@ class Session:
     @property
     def _lacks_media(self) -> bool:
         """Whether media files are missing, as in a loaded conversation."""
-        previews = (preview for exchange in self.exchanges for preview in exchange.previews)
-        return any(preview.path is None for preview in previews)
+        return any(exchange.lacks_files for exchange in self.exchanges)
 
     @property
     def _chats(self) -> list[MeasuredChat]:

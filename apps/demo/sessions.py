@@ -180,26 +180,36 @@ class Sessions:
         self.save_later(loaded)
         return loaded
 
-    def fork(self, key: str) -> Session:
+    def fork(self, key: str, last: str | None = None) -> Session:
         """Move a browser to a copy of its conversation; the original keeps its URL.
 
+        Args:
+            key: the browser's session hash.
+            last: key of the last exchange to copy; by default all are copied.
+
         Raises:
-            InputError: if the demo has reached its session limit, or is closed.
+            InputError: if the demo has reached its session limit, or is closed; see
+                ``Session.fork``.
         """
-        fork = self._admit(key, self.session(key).fork(), apart=True)
+        fork = self._admit(key, self.session(key).fork(last), apart=True)
         self.save_later(fork)
         return fork
 
-    def summaries(self, ids: Sequence[str]) -> list[Summary]:
-        """Describe the conversations with these ids that exist and are not empty, in order."""
-        found = []
+    def summaries(self, ids: Sequence[str], words: Sequence[str] = ()) -> list[Summary]:
+        """Describe the conversations with these ids that exist and are not empty, in order.
+
+        Args:
+            ids: ids of conversations.
+            words: words that the title has, or that were said; see ``Summary.searched``.
+        """
+        found: list[Summary | None] = []
         for session_id in ids:
             session = self._sessions.get(session_id)
             if session is not None:
-                found += [session.summary] if session.turns else []
-            elif self.folder is not None and (stored := self.folder.summary(session_id)):
-                found.append(stored)
-        return found
+                found += [session.summary.searched(words, session.said)] if session.turns else []
+            elif self.folder is not None:
+                found.append(self.folder.summary(session_id, words))
+        return [one for one in found if one is not None]
 
     def rename(self, session_id: str, title: str) -> None:
         """Set the title of a conversation, shortened to ``MAX_TITLE`` characters; "" is the
@@ -240,6 +250,15 @@ class Sessions:
     def __contains__(self, session: Session) -> bool:
         """Return whether the session still exists, that is, has not been evicted or ended."""
         return self._sessions.get(session.id) is session
+
+    def is_visited(self, key: str, session: Session) -> bool:
+        """Return whether a browser's latest conversation is this one.
+
+        Args:
+            key: the browser's session hash.
+            session: the conversation.
+        """
+        return self._visits.get(key) == session.id
 
     def _add_visit(self, key: str, session_id: str) -> None:
         self._former_visits.pop(key, None)
@@ -472,6 +491,7 @@ class ConversationFolder:
             "window": settings.policy.window,
             "samples": [asdict(sample) for sample in chat.curve.thinned(_MAX_SAMPLES)],
             "forgotten": chat.forgotten,
+            "said": session.said,
             "previews": [store.html(span) for span in media],
         }
         path = self._path(session.id, "json")
@@ -502,13 +522,15 @@ class ConversationFolder:
         session.name = str(record.get("name", ""))
         return True
 
-    def summary(self, session_id: str) -> Summary | None:
-        """Describe a stored conversation; None if there is none, or an earlier version wrote it."""
+    def summary(self, session_id: str, words: Sequence[str] = ()) -> Summary | None:
+        """Describe a stored conversation; None if there is none, if an earlier version wrote it, or
+        if it lacks one of the words."""
         record = self._record(session_id) or {}
         with suppress(KeyError, ValueError, TypeError, AttributeError):
             title = str(record.get("name") or record["title"])[:MAX_TITLE]
             media = {str(kind): int(count) for kind, count in record["media"].items()}
-            return Summary(session_id, title, media, int(record["bytes"]))
+            stored = Summary(session_id, title, media, int(record["bytes"]))
+            return stored.searched(words, [str(text) for text in record.get("said", ())])
         return None
 
     def model_of(self, session_id: str) -> str:

@@ -21,7 +21,7 @@ document.addEventListener('keydown', (event) => {
     document.querySelector('#message textarea')?.focus();
   } else if (key === 'Escape') {
     // Escape first closes what is open: a picture in full size, or a list of choices.
-    if (document.querySelector('dialog[open]')) return;
+    if (document.querySelector('dialog[open], [popover]:popover-open')) return;
     if (event.target.closest?.('[aria-expanded=true]')) return;
     document.getElementById('stop')?.click();
   } else if (ctrl && shiftKey && key.toLowerCase() === 'o') {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from markdown_it import MarkdownIt
-from markdown_it.renderer import RendererHTML
-from markdown_it.token import Token
-from markdown_it.utils import OptionsDict
 from PIL import Image
 
+from oscar_mm.apps.demo.answer_markdown import copy_button, markdown
 from oscar_mm.apps.demo.visitor_input import place_files
 from oscar_mm.chat.conversation import Turn
 from oscar_mm.errors import InputError
@@ -37,8 +35,6 @@ NOTES = {
 """Note to show below an answer that the model did not end by itself, by finish reason."""
 _THUMBNAIL_SIZE = (144, 96)
 _WAVEFORM_BARS = 28
-_FETCHING = ["image", "link", "autolink", "reference"]
-"""Markdown that leads to other servers: it stays text."""
 KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
 """Names of the modalities as shown on the page."""
 
@@ -56,17 +52,22 @@ const enable = (id, can) => {
   if (button) button.disabled = !can;
 };
 const update = () => {
+  draw();
   enable('stop', there('.live'));
   enable('undo', there('.asked, .said:not(.live)'));
-  for (const id of ['retry', 'edit']) enable(id, there('.asked'));
+  const last = [...box.querySelectorAll('.asked')].at(-1);
+  // The files of a loaded question are missing, so it cannot be asked again.
+  const again = last !== undefined && last.querySelector('[data-lost]') === null;
+  for (const id of ['retry', 'edit']) enable(id, again);
   for (const id of ['fork', 'clear']) enable(id, there('.said'));
   const asked = box.querySelectorAll('.asked').length;
   // A new question is shown wherever the visitor was reading.
   if (asked > Number(box.dataset.asked ?? 0)) box.dataset.away = 'no';
   box.dataset.asked = asked;
-  for (const text of box.querySelectorAll('.asked > p')) {
-    // Makes a long question scrollable by keyboard.
-    if (text.scrollHeight > text.clientHeight) text.tabIndex = 0;
+  for (const text of box.querySelectorAll('.asked > p, .said pre, .formula.display')) {
+    // Makes what is too long or wide scrollable by keyboard.
+    const {scrollHeight, clientHeight, scrollWidth, clientWidth} = text;
+    if (scrollHeight > clientHeight || scrollWidth > clientWidth) text.tabIndex = 0;
   }
   if (box.dataset.away !== 'yes') box.scrollTop = box.scrollHeight;
 };
@@ -153,20 +154,6 @@ copies answers; shows pictures in full size; plays one recording at a time; and 
 browser cannot play as a file."""
 
 
-class _Renderer(RendererHTML):
-    """Render Markdown, with a button next to each block of code that copies it."""
-
-    def fence(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: Any) -> str:
-        """Render a block of code; markdown-it prescribes the arguments."""
-        button = _copy_button(tokens[idx].content, "Copy the code")
-        return f'<div class="code">{super().fence(tokens, idx, options, env)}{button}</div>\n'
-
-
-_MARKDOWN = (
-    MarkdownIt("commonmark", {"html": False, "breaks": True}, renderer_cls=_Renderer)
-    .enable("table")
-    .disable(_FETCHING)
-)
 _EMPTY = (
     '<div class="welcome"><b>Show something and ask about it</b>'
     "<p>What the model has seen stays in a packed cache: later questions cost only their own "
@@ -196,6 +183,7 @@ class Exchange:
         hint: reason to distrust the answer, or "".
         error: reason why there is no answer, or "".
         counts: whether the exchange is a turn of the chat.
+        key: name of the exchange, by which the page and copies of the conversation refer to it.
     """
 
     question: str
@@ -214,6 +202,7 @@ class Exchange:
     hint: str = ""
     error: str = ""
     counts: bool = False
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def loaded(cls, turn: Turn, previews: list[Preview]) -> Exchange:
@@ -237,6 +226,11 @@ class Exchange:
         if "".join(part for part in parts if isinstance(part, str)) != self.question:
             self.parts = [part if isinstance(part, str) else self.previews[part] for part in parts]
             self.previews = [part for part in self.parts if isinstance(part, Preview)]
+
+    @property
+    def lacks_files(self) -> bool:
+        """Whether files of the question are missing, as in a loaded conversation."""
+        return any(preview.path is None for preview in self.previews)
 
     @property
     def asked(self) -> list[str | Preview]:
@@ -331,10 +325,14 @@ def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> st
     numbers: Counter[str] = Counter()
     is_begun = any(one.question or one.files or one.previews for one in exchanges)
     parts = [] if is_begun else [_EMPTY]
+    count = 0
     for exchange in exchanges:
         # The model sees, and numbers, only the media of exchanges that are turns of the chat.
         seen = exchange.counts or exchange is active
-        parts.append(_question(exchange, numbers if seen else None))
+        if question := _question(exchange, numbers if seen else None):
+            count += 1
+            menu = "" if exchange is active else _menu_button(exchange, count)
+            parts.append(f'<article class="asked">{question}{menu}</article>')
         if exchange is not active:
             parts.append(_answer(exchange))
     return "".join(parts)
@@ -369,14 +367,6 @@ def live(exchange: Exchange | None) -> str:
     return f'<article class="said live" aria-busy="true">{reasoning}{text}</article>'
 
 
-def markdown(text: str) -> str:
-    """Return the HTML of an answer: Markdown without HTML, links and pictures, which stay text.
-
-    Line breaks are kept, because models separate lines of an answer by single ones.
-    """
-    return _MARKDOWN.render(text).strip()
-
-
 def _question(exchange: Exchange, numbers: Counter[str] | None) -> str:
     shown = []
     for is_text, run in groupby(exchange.asked, lambda part: isinstance(part, str)):
@@ -385,7 +375,19 @@ def _question(exchange: Exchange, numbers: Counter[str] | None) -> str:
         else:
             figures = (_figure(part, numbers) for part in run if isinstance(part, Preview))
             shown.append(f'<div class="media">{"".join(figures)}</div>')
-    return f'<article class="asked">{"".join(shown)}</article>' if shown else ""
+    return "".join(shown)
+
+
+def _menu_button(exchange: Exchange, number: int) -> str:
+    """Return a button that opens the menu of ``message_menu.SCRIPT``."""
+    lost = " data-lost" if exchange.lacks_files else ""
+    return (
+        f'<button type="button" class="more" data-key="{exchange.key}"'
+        f'{lost} aria-haspopup="menu" aria-expanded="false" '
+        f'aria-label="Actions for question {number}">'
+        '<svg viewBox="0 0 16 16" aria-hidden="true"><circle cx="8" cy="3" r="1.4"/>'
+        '<circle cx="8" cy="8" r="1.4"/><circle cx="8" cy="13" r="1.4"/></svg></button>'
+    )
 
 
 def _figure(preview: Preview, numbers: Counter[str] | None) -> str:
@@ -420,7 +422,7 @@ def _answer(exchange: Exchange) -> str:
     parts = [_reasoning(exchange)] if exchange.reasoning else []
     if exchange.answer:
         parts.append(f'<div class="text">{markdown(exchange.answer)}</div>')
-        parts.append(_copy_button(exchange.answer, "Copy the answer"))
+        parts.append(copy_button(exchange.answer, "Copy the answer"))
     parts += [f"<small>{escape(note)}</small>" for note in (exchange.note, exchange.hint) if note]
     html = f'<article class="said">{"".join(parts)}</article>' if parts else ""
     if exchange.error:
@@ -428,14 +430,6 @@ def _answer(exchange: Exchange) -> str:
             f'<article class="said error"><p role="alert">{escape(exchange.error)}</p></article>'
         )
     return html
-
-
-def _copy_button(text: str, label: str) -> str:
-    return (
-        f'<button type="button" class="copy" data-text="{escape(text)}" aria-label="{label}">'
-        '<svg viewBox="0 0 16 16" aria-hidden="true"><path d="M5 5h8v9H5zM3 11V2h8"/></svg>'
-        "</button>"
-    )
 
 
 def _reasoning(exchange: Exchange, *, is_open: bool = False) -> str:

@@ -307,6 +307,157 @@ def test_retry_edit_and_fork(browser, served, uploads) -> None:
     assert browser.driver.current_url == original
 
 
+def open_menu(browser: Browser, place: int) -> None:
+    """Open the menu of a question."""
+    browser.run("document.querySelectorAll('#history .more')[arguments[0]].click()", place)
+    browser.wait(lambda: browser.all("#message-menu:popover-open"), "the menu")
+
+
+def choose(browser: Browser, place: int, action: str) -> None:
+    """Choose an action in the menu of a question."""
+    open_menu(browser, place)
+    [item] = [one for one in browser.all("#message-menu button") if one.text == action]
+    item.click()
+
+
+def confirm(browser: Browser) -> Alert:
+    return WebDriverWait(browser.driver, PATIENCE_S, 0.05).until(alert_is_present())
+
+
+def questions(browser: Browser) -> list[str]:
+    script = "return [...document.querySelectorAll('#history .asked p')].map(p => p.textContent)"
+    return browser.run(script)
+
+
+def test_actions_on_earlier_questions(browser, served, uploads) -> None:
+    set_length(browser, 6)
+    browser.ask("First?", uploads / "0.png")
+    browser.ask("Second?")
+    browser.ask("Third?")
+    everything = ["First?", "Second?", "Third?"]
+    original = browser.driver.current_url
+    choose(browser, 1, "Continue in a copy")
+    browser.wait(lambda: questions(browser) == everything[:2], "the copy")
+    assert browser.driver.current_url != original and len(newest(served).turns) == 2
+    browser.driver.back()
+    browser.wait(lambda: questions(browser) == everything, "the original")
+    browser.wait(lambda: browser.run("return Boolean(window.onhashchange)"), "its address")
+    browser.driver.get_log("browser")  # What the copy's page said when it was left.
+    choose(browser, 1, "Ask again")
+    alert = confirm(browser)
+    assert alert.text == "This also deletes the question after it. Continue?"
+    alert.dismiss()
+    assert questions(browser) == everything
+    choose(browser, 1, "Ask again")
+    confirm(browser).accept()
+    browser.wait(lambda: questions(browser) == everything[:2], "one question less")
+    browser.wait_for_the_end()
+    assert [one.question for one in newest(served).turns] == everything[:2]
+    choose(browser, 1, "Delete from here")
+    browser.wait(lambda: questions(browser) == ["First?"], "the first question")
+    browser.ask("Second?")
+    choose(browser, 0, "Edit and ask again")
+    confirm(browser).accept()
+    [box] = browser.all("#message textarea")
+    browser.wait(lambda: box.get_property("value") == "First?", "the question")
+    assert browser.all("#message .thumbnail-item") and not newest(served).exchanges
+
+
+def test_an_earlier_question_is_asked_again_while_an_answer_is_written(browser, served) -> None:
+    set_length(browser, 6)
+    browser.ask("First?")
+    browser.ask("Second?")
+    set_length(browser, 1000)
+    for expected in (2, 1):
+        browser.wait(lambda n=expected: len(browser.all("#history .more")) >= n, "menus")
+        choose(browser, expected - 1, "Ask again")
+        if expected == 1:
+            confirm(browser).accept()
+        browser.wait(lambda n=expected: len(questions(browser)) == n, "the question")
+        browser.wait(lambda: len(browser.text("#live article")) > 30, "some words")
+        if expected == 2:
+            browser.say("Third?")
+            browser.wait(lambda: "generated" in browser.text(".toast-body"), "the refusal")
+    browser.run("document.querySelector('#stop').click()")
+    browser.wait_for_the_end()
+    assert [one.question for one in newest(served).turns] == ["First?"]
+
+
+def test_the_menu_of_a_question_by_keyboard(browser) -> None:
+    set_length(browser, 6)
+    browser.ask("First?\nLine")
+    browser.ask("Second?")
+    script = "navigator.clipboard.writeText = async (text) => { window.copied = text; }"
+    browser.run(script)
+    button = browser.all("#history .more")[0]
+    browser.run("arguments[0].focus()", button)
+
+    def press(*keys: str) -> str:
+        ActionChains(browser.driver).send_keys(*keys).perform()
+        return browser.driver.switch_to.active_element.text
+
+    press(Keys.ENTER)
+    browser.wait(lambda: browser.all("#message-menu:popover-open"), "the menu")
+    assert button.get_attribute("aria-expanded") == "true"
+    assert browser.accessibility_violations() == [] and browser.faint_texts() == []
+    assert press(Keys.ARROW_DOWN) == "Edit and ask again"
+    assert press(Keys.END) == "Delete from here"
+    assert press(Keys.ARROW_DOWN) == "Copy the question"
+    assert press(Keys.ARROW_UP, Keys.HOME) == "Copy the question"
+    press(Keys.ESCAPE)
+    browser.wait(lambda: not browser.all("#message-menu:popover-open"), "the conversation")
+    assert browser.driver.switch_to.active_element == button
+    browser.wait(lambda: button.get_attribute("aria-expanded") == "false", "the button")
+    press(Keys.ENTER)
+    browser.wait(lambda: browser.all("#message-menu:popover-open"), "the menu")
+    press(Keys.ENTER)
+    assert browser.run("return window.copied") == browser.text("#history .asked p")
+    assert len(questions(browser)) == 2
+
+
+FORMULAS = r"""By \(a^2\) of $5 and $6:
+
+\[
+\frac{1}{2} + \frac{1}{2} + \frac{1}{2} + \frac{1}{2} + \frac{1}{2} + \frac{1}{2} + \frac{1}{2}
+- \href{javascript:alert(1)}{x}
+\]
+
+and \(\frac{1}\):
+
+```python
+def f():
+    return "x"
+```
+
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_formulas_and_colours(served, dark) -> None:
+    with closing(Browser(served.address, (390, 844), dark=dark)) as browser:
+        set_length(browser, 400)
+        with answering(served.sessions.pipe, FORMULAS):
+            browser.say("Say it.")
+            browser.wait(lambda: browser.all("#live .katex"), "a formula of a growing answer")
+            browser.wait_for_the_end()
+        text = "#history .said"
+        browser.wait(lambda: len(browser.all(f"{text} .katex")) == 2, "formulas")
+        assert len(browser.all(f"{text} math")) == 2 and not browser.all(f"{text} .katex a")
+        for kept in ("$5 and $6", r"\(\frac{1}\)"):
+            assert kept in browser.text(text)
+        color = "return getComputedStyle(document.querySelector(arguments[0])).color"
+        kinds = ("pre", ".code-k", ".code-nf", ".code-s2")
+        assert len({browser.run(color, f"{text} {kind}") for kind in kinds}) == 4
+        assert browser.run("return document.documentElement.scrollWidth") == 390
+        wide = "const one = document.querySelector('.formula.display'); return one.scrollWidth > "
+        assert browser.run(f"{wide} one.clientWidth && one.tabIndex === 0")
+        loaded = "return performance.getEntriesByType('resource').map((one) => one.name)"
+        assert all(name.startswith((served.address, "data:")) for name in browser.run(loaded))
+        assert browser.run("return document.fonts.check('16px KaTeX_Main')")
+        assert browser.accessibility_violations() == [] and browser.faint_texts() == []
+        assert browser.complaints() == []
+
+
 def test_two_browsers_at_once(browser, served, uploads) -> None:
     with closing(Browser(served.address)) as other:
         set_length(other, TOKENS)
@@ -431,6 +582,21 @@ def test_stop_undo_and_a_new_conversation(browser, served) -> None:
     assert held(browser) == "0 B"
 
 
+def test_a_new_conversation_while_an_answer_is_written(browser, served) -> None:
+    """The end of the answer is not shown in it."""
+    set_length(browser, 1000)
+    browser.say("Tell me more.")
+    browser.wait(lambda: len(browser.text("#live article")) > 30, "some words")
+    first, session = browser.driver.current_url, newest(served)
+    browser.press("New chat")
+    browser.wait(lambda: browser.driver.current_url != first, "its address")
+    browser.wait(lambda: not session._turn.locked(), "the end of the answer")
+    time.sleep(2)
+    assert browser.text("#history .welcome") and not browser.all("#transcript article")
+    browser.driver.back()
+    browser.wait(lambda: "stopped" in browser.text("#history .said small"), "the answer")
+
+
 def test_save_load_and_report(browser, served, uploads, downloads) -> None:
     browser.ask("What is it?", uploads / "0.png")
     browser.press("JSON report")
@@ -451,6 +617,11 @@ def test_save_load_and_report(browser, served, uploads, downloads) -> None:
     field.send_keys(str(saved))
     browser.wait(lambda: "What is it?" in browser.text("#history"), "the conversation")
     assert len(browser.all("#history .asked img[alt='0.png']")) == 1
+    # The file of the loaded question is missing, so it cannot be asked again.
+    browser.wait(lambda: enabled(browser) == {"undo", "fork", "clear"}, "what can be done")
+    open_menu(browser, 0)
+    offered = [one.text for one in browser.all("#message-menu button:enabled")]
+    assert offered == ["Copy the question", "Continue in a copy", "Delete from here"]
     browser.ask("And?")
     assert len(browser.all("#history .said")) == 2
 
@@ -620,31 +791,35 @@ def test_a_new_chat_keeps_the_old_one(browser, uploads) -> None:
     browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
 
 
-def test_search_in_the_titles(browser) -> None:
+def test_search_in_conversations(browser, served) -> None:
     set_length(browser, 6)
     browser.run("localStorage.setItem('oscar-mm-conversations', location.hash.slice(1))")
     browser.press("Chats")
     [field] = browser.all("#search input")
     assert not field.is_displayed(), "nothing to search"
     browser.ask("Which fruit is red?")
+    newest(served).exchanges[0].answer = "A <b>cherry</b> is."
     browser.press("New chat")
     browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
     browser.ask("Which bird is blue?")
     browser.press("Memory")
     browser.press("Chats")
     browser.wait(lambda: len(titles(browser)) == 2, "the list")
-
-    def seen() -> list[str]:
-        return [one.text for one in browser.all(".conversations a") if one.is_displayed()]
-
     for words, expected in (
         ("RED which", ["Which fruit is red?"]),
+        ("which <B>cherry", ["Which fruit is red?"]),
         ("", ["Which bird is blue?", "Which fruit is red?"]),
         ("horse", []),
     ):
         field.send_keys(Keys.CONTROL, "a", Keys.NULL, Keys.DELETE, words)
-        browser.wait(lambda expected=expected: seen() == expected, words)
-    assert browser.text("#search [role=status]") == "No title has these words."
+        browser.wait(lambda expected=expected: titles(browser) == expected, words)
+        if "cherry" in words:
+            browser.wait(lambda: "cherry" in browser.text(".conversations .found"), "an excerpt")
+            assert browser.text(".conversations .found") == "A <b>cherry</b> is."
+            assert browser.text(".conversations mark") == "<b>cherry"
+            assert browser.accessibility_violations() == [] and browser.faint_texts() == []
+    status = "#search [role=status]"
+    browser.wait(lambda: browser.text(status) == "No conversation has these words.", "the reason")
     assert browser.accessibility_violations() == []
 
 
@@ -735,7 +910,7 @@ def test_actions_that_do_something(browser, uploads) -> None:
     browser.say(" what is it?")
     browser.wait(lambda: "stop" in enabled(browser), "an answer to stop")
     browser.wait_for_the_end()
-    shown = [one.get_attribute("class") for one in browser.all("#history .asked > *")]
+    shown = [one.get_attribute("class") for one in browser.all("#history .asked > :not(.more)")]
     assert shown == ["media", "", "media", ""]
     everything = {"undo", "retry", "edit", "fork", "clear"}
     browser.wait(lambda: enabled(browser) == everything, "all but stop")

@@ -18,6 +18,7 @@ from oscar_mm.apps.demo.conversation_list import (
     conversation_list,
     ids_in,
     title_of,
+    words_in,
 )
 from oscar_mm.apps.demo.curve_picture import COLORS, SIZE, curve_picture
 from oscar_mm.apps.demo.handlers import Handlers
@@ -99,6 +100,58 @@ def test_stored_conversations_are_listed_renamed_and_deleted(pipe, uploads, tmp_
     made.close()
 
 
+def test_search_in_what_was_said(pipe, uploads, tmp_path) -> None:
+    """Also in conversations that are only in the folder."""
+    made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
+    session = made.session("a")
+    asked(session, "Which fruit\n is RED?", uploads / "0.png")
+    asked(session, f"{'And ' * 60} the (bird) [x]?")
+    session.exchanges[1].answer = "A Straße \ud800 of 5 €. " * 9
+    session.is_unsaved = True
+    made.rename(session.id, "My title")
+    searches = {
+        "": "",
+        "TITLE my": "",
+        "red  title": "Which fruit is RED?",
+        "(BIRD) [": "And And And the (bird) [x]?",
+        "fruit straße": "Which fruit is RED?",
+        "of": "A Straße ? of 5 €. A Straße ? of 5 €.",
+        "horse": None,
+        "red horse": None,
+    }
+
+    def check() -> None:
+        for query, expected in searches.items():
+            found = [one.found for one in made.summaries([session.id], words_in(query))]
+            if expected is None:
+                assert found == [], query
+            else:
+                assert len(found) == 1 and expected in found[0], (query, found)
+                assert bool(found[0]) == bool(expected) and len(found[0]) < 140
+
+    check()
+    made.close()
+    made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
+    check()
+    record = tmp_path / f"{session.id}.json"
+    kept = json.loads(record.read_text())
+    del kept["said"]  # As earlier versions wrote it.
+    record.write_text(json.dumps(kept))
+    assert len(made.summaries([session.id], ["title"])) == 1
+    assert made.summaries([session.id], ["fruit"]) == []
+    made.close()
+
+
+def test_what_was_found_is_marked_and_escaped() -> None:
+    summary = Summary("x" * 32, "Title", {}, 2048).searched(["IMG", "("], [EVIL])
+    assert summary is not None
+    html = conversation_list([summary], "", ["IMG", "("])
+    assert "&lt;<mark>img</mark> src=x onerror=alert<mark>(</mark>1)" in html and "<img" not in html
+    nothing = conversation_list([], "", ["horse"])
+    assert "<li" not in nothing and "listed here" not in nothing
+    assert words_in(f"a  b {'x' * 999}")[:2] == ["a", "b"] and len(words_in("x" * 999)[0]) == 200
+
+
 def test_a_title_given_during_a_write_is_stored(pipe, uploads, tmp_path, monkeypatch) -> None:
     made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
     session, write = made.session("a"), made.folder._write
@@ -173,7 +226,7 @@ def test_a_title_that_cannot_be_stored(pipe, uploads, tmp_path, monkeypatch) -> 
     request: Any = SimpleNamespace(session_hash="a")
     event: Any = SimpleNamespace(id=session.id, action="rename", name="Title")
     with pytest.raises(gr.Error, match="the title could not be stored") as caught:
-        handlers.change_listed(request, event, session.id)
+        handlers.change_listed(request, event, session.id, "")
     assert str(tmp_path) not in caught.value.message
     made.close()
 

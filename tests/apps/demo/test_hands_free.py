@@ -94,7 +94,7 @@ def test_a_question_is_answered_and_a_voice_ends_the_answer(
 ) -> None:
     handlers, session = Handlers(sessions, uploads / "made"), sessions.session("a")
     monkeypatch.setattr(handlers, "_session", lambda _: session)
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
 
     def hear(part: np.ndarray) -> str:
         return handlers.hear(request, sound_event(part))[0]
@@ -117,7 +117,7 @@ def test_a_question_is_answered_and_a_voice_ends_the_answer(
 
 def said(handlers: Handlers, sound: np.ndarray, **how: bool) -> list[tuple[str, Any]]:
     """Return what the page gets for each fifth of a second."""
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
     parts = np.array_split(sound, len(sound) * 5 // RATE)
     return [handlers.hear(request, sound_event(part, **how)) for part in parts]
 
@@ -136,7 +136,7 @@ def used(sessions: Any) -> int:
 @pytest.mark.parametrize("push", [False, True])
 def test_a_long_question_is_read_while_it_is_said(handlers, sessions, spoken, push) -> None:
     """The panel shows its blocks of 8 s before it ends, and then all that a file would have had."""
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
     session, clip = sessions.session("a"), spoken[RATE // 2 : -RATE]
     sound = np.tile(clip, 20 * RATE // len(clip) + 1)[: 20 * RATE]
     shown = said(handlers, sound, push=push)
@@ -167,7 +167,7 @@ def test_a_long_question_is_read_while_it_is_said(handlers, sessions, spoken, pu
 
 def test_a_recording_is_asked_if_the_chat_has_changed(handlers, sessions, spoken) -> None:
     """Somebody types before the question ends."""
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
     session, clip = sessions.session("a"), spoken[RATE // 2 : -RATE]
     sound = np.tile(clip, 10 * RATE // len(clip) + 1)[: 10 * RATE]
     assert session.conversation.curve.last.tokens == 0
@@ -202,7 +202,7 @@ def test_stop_while_a_block_is_read_does_not_end_the_listening(
 
 
 def test_nothing_is_left_of_a_question_that_is_not_asked(handlers, sessions, spoken) -> None:
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
     session, clip = sessions.session("a"), spoken[RATE // 2 : -RATE]
     sound = np.tile(clip, 10 * RATE // len(clip) + 1)[: 10 * RATE]
     before = used(sessions)
@@ -246,7 +246,7 @@ def test_a_press_begins_anew_after_an_error(handlers, sessions, spoken, push, mo
 
 
 def test_push_to_talk_without_sound_asks_nothing(handlers, sessions) -> None:
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
     nothing = np.zeros(0)
     assert handlers.hear(request, sound_event(nothing, push=True, ends=True))[0] == LISTENING
     assert not [*handlers.answer_heard(request, 0.0, 5, *WHERE)]

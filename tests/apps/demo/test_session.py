@@ -275,6 +275,79 @@ def test_a_question_is_taken_back_to_ask_it_again(session, uploads, tmp_path) ->
     assert len(session.turns) == 1
 
 
+def test_an_earlier_question_is_undone_with_the_later_ones(sessions, session, uploads) -> None:
+    session.begin(SessionSettings.of_fields("compact", BITS, 32, None, True))
+    asked(session, "What?", uploads / "0.png")
+    asked(session, "", uploads / "1.png")
+    for question in ("And this?", "More?", "Still more?"):
+        asked(session, question, uploads / "1.png")
+    first, refused, second, third, _ = session.exchanges
+    before = session.conversation.tokens
+    assert session.take_back(third.key) == ("More?", [uploads / "1.png"])
+    assert session.exchanges == [first, refused, second]
+    for chat in (session.conversation.chat, session.baseline.chat):
+        assert [turn.prompt for turn in chat.turns] == ["What?", "And this?"]
+    assert session.conversation.curve.last.tokens == session.conversation.tokens < before
+    asked(session, "Which?")
+    policy = session.settings.policy
+    with sessions.pipeline(policy).chat() as chat:
+        shown = [{"images": [uploads / "0.png"]}, {"images": [uploads / "1.png"]}, {}]
+        for turn, media in zip(session.turns, shown, strict=True):
+            answer = chat.ask(turn.question, **media, max_new_tokens=6, temperature=0.0)
+            # Tokens of undone turns have pushed others out of the window.
+            assert turn is session.turns[-1] or answer.text == turn.answer
+    session.undo(refused.key)
+    assert session.exchanges == [first]
+    with pytest.raises(InputError, match="this question is gone"):
+        session.undo(second.key)
+    with pytest.raises(InputError, match="this question is gone"):
+        session.take_back("")
+    session.undo(first.key)
+    assert session.exchanges == [] and session.conversation.curve.last.used_bytes == 0
+
+
+def test_a_chat_that_cannot_undo_keeps_its_questions(session, monkeypatch) -> None:
+    for question in ("What?", "And?", "More?"):
+        asked(session, question)
+    keys = [one.key for one in session.exchanges]
+    monkeypatch.setattr("oscar_mm.cache.cache.OscarCache.longest_crop", lambda *_: 0)
+    for change in (session.undo, session.take_back, session.fork):
+        with pytest.raises(InputError, match="start a new chat"):
+            change(keys[1])
+    assert [one.key for one in session.exchanges] == keys
+    assert len(session.conversation.chat.turns) == 3
+
+
+def test_an_earlier_question_is_changed_while_an_answer_is_written(session) -> None:
+    asked(session, "What?")
+    asked(session, "And?")
+    running = session.ask("More?", [], max_new_tokens=500)
+    for _ in range(3):
+        next(running)
+    worker = threading.Thread(target=session.undo, args=[session.exchanges[1].key])
+    worker.start()
+    for _ in running:
+        pass
+    worker.join(timeout=30)
+    assert [one.question for one in session.exchanges] == ["What?"]
+    assert len(session.conversation.chat.turns) == 1
+
+
+def test_a_fork_ends_with_the_chosen_question(session, uploads) -> None:
+    for question in ("What?", "And?", "More?"):
+        asked(session, question, uploads / "0.png")
+    first, second, third = session.exchanges
+    fork = session.fork(second.key)
+    assert [one.question for one in fork.exchanges] == ["What?", "And?"]
+    assert [turn.prompt for turn in fork.conversation.chat.turns] == ["What?", "And?"]
+    assert session.exchanges == [first, second, third]
+    assert len(session.conversation.chat.turns) == 3
+    # The copy's questions have the same keys, so the page may name them before it is shown again.
+    fork.undo(second.key)
+    assert len(fork.exchanges) == 1 and len(session.exchanges) == 3
+    fork.close()
+
+
 def test_a_fork_goes_on_by_itself(session, uploads) -> None:
     session.begin(SessionSettings.of_fields("compact", BITS, 32, None, True))
     asked(session, "What?", uploads / "0.png")

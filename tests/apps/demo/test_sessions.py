@@ -1,10 +1,15 @@
 """Several visitors over one model: own chats, one budget, room for so many."""
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
+import gradio as gr
 import pytest
 
 from oscar_mm.apps.demo import sessions as sessions_module
+from oscar_mm.apps.demo.handlers import Handlers
+from oscar_mm.apps.demo.page import GPU, LENGTH, MODEL
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.visitor_input import AS_PRESET, SessionSettings
 from oscar_mm.errors import InputError
@@ -30,6 +35,42 @@ def test_visitors_have_chats_of_their_own(sessions, uploads) -> None:
             assert who.exchanges[0].answer == chat.ask("What?", image, max_new_tokens=6).text
         assert len(who.exchanges) == 1
     assert sessions.status.startswith("2 visitors here, ")
+
+
+def test_an_answer_that_ends_elsewhere_shows_nothing_here(sessions, tmp_path, uploads) -> None:
+    """The page shows a new conversation meanwhile."""
+    handlers, scenario = Handlers(sessions, tmp_path), (GPU, MODEL, LENGTH)
+    request: Any = SimpleNamespace(session_hash="a")
+    first = sessions.session("a")
+    message = {"text": "What?", "files": [str(uploads / "0.png")]}
+    running = handlers.ask(request, message, 0.0, 500, *scenario)
+    assert "What?" in next(running)[0]
+    new = handlers.begin(request, *scenario)[-1]
+    assert new == sessions.session("a").id != first.id
+    rest = [one for shown in running for one in shown]
+    assert rest and all(one == gr.skip() for one in rest)
+    assert len(first.exchanges) == 1 and not sessions.session("a").exchanges
+    sessions.visit("a", first.id)
+    [*_, last] = handlers.ask(request, {"text": "And?"}, 0.0, 4, *scenario)
+    assert "And?" in str(last[0]) or last[1] == ""
+
+
+def test_a_conversation_is_deleted_while_it_answers(sessions, tmp_path) -> None:
+    handlers, scenario = Handlers(sessions, tmp_path), (GPU, MODEL, LENGTH)
+    request: Any = SimpleNamespace(session_hash="a")
+    session = sessions.session("a")
+    running = handlers.ask(request, {"text": "What?"}, 0.0, 500, *scenario)
+    for _ in range(4):
+        next(running)
+    other = threading.Thread(target=sessions.delete, args=[session.id])
+    other.start()
+    for _ in running:
+        pass
+    other.join(timeout=60)
+    assert session not in sessions and not sessions.session("a").exchanges
+    choice: Any = SimpleNamespace(key=session.exchanges[0].key)
+    shown = handlers.undo_at(request, choice, *scenario)
+    assert "this question is gone" in shown[0]
 
 
 def test_policies_share_a_model_a_lock_and_a_budget(sessions) -> None:

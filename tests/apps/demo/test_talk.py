@@ -61,7 +61,7 @@ def test_answers_are_spoken_unless_the_talker_missed_media(talking, uploads) -> 
 def test_the_page_gets_the_text_first_and_then_the_speech(talking, uploads, monkeypatch) -> None:
     handlers, session = Handlers(talking, uploads / "made"), talking.session("a")
     monkeypatch.setattr(handlers, "_session", lambda _: session)
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
     scenario = "H100", "Qwen3-VL-8B", "32K tokens"
     push(handlers, SAMPLES / "clips" / "01.wav")
     steps = handlers.answer_heard(request, 0.0, 9, *scenario)
@@ -93,7 +93,7 @@ def push(handlers: Handlers, recording: Path) -> None:
         part = base64.b64encode(sound[begin : begin + 64_000]).decode()
         marks = {"push": True, "begins": not begin, "ends": begin + 64_000 >= len(sound)}
         event: Any = SimpleNamespace(sound=part, **marks)
-        request: Any = None
+        request: Any = SimpleNamespace(session_hash="a")
         handlers.hear(request, event)
 
 
@@ -130,7 +130,7 @@ def test_what_nobody_heard_is_not_part_of_the_conversation(
     monkeypatch.setattr(handlers, "_session", lambda _: session)
     rate, samples = talked(session, uploads / "tone.wav")
     [whole] = [turn.answer for turn in session.conversation.chat.turns]
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
 
     def silenced(**data: Any) -> None:
         event = gr.EventData(None, {"key": session.aloud.key} | data)
@@ -158,7 +158,7 @@ def test_a_recording_is_asked_again(talking, uploads, tmp_path, monkeypatch) -> 
     handlers, session = Handlers(talking, tmp_path), talking.session("a")
     talked(session, uploads / "tone.wav")
     monkeypatch.setattr(handlers, "_session", lambda _: session)
-    request: Any = None
+    request: Any = SimpleNamespace(session_hash="a")
     for _ in handlers.retry(request, 0.0, 9, "H100", "Qwen3-VL-8B", "32K tokens"):
         pass
     assert len(session.turns) == 1 and not session.exchanges[-1].error

@@ -88,7 +88,7 @@ def test_files_are_linked_and_sounds_can_be_played() -> None:
     tags = Page(history([exchange(previews=shown)])).tags
     [link] = [attrs for tag, attrs in tags if tag == "a"]
     assert link["href"] == "gradio_api/file=/up/a%20b.png"
-    [sound] = [attrs for tag, attrs in tags if tag == "button"]
+    [sound] = [attrs for tag, attrs in tags if "data-sound" in attrs]
     assert sound["data-sound"] == "gradio_api/file=/up/c.wav"
     assert sound["aria-label"] == "Play c.wav"
 
@@ -106,10 +106,20 @@ def test_each_block_of_code_can_be_copied() -> None:
     tags = Page(
         history([exchange(answer=f"Run\n\n```python\n{code}```\n\nor\n\n```\nls\n```")])
     ).tags
-    copied = {item["aria-label"]: item["data-text"] for tag, item in tags if tag == "button"}
+    copied = {item["aria-label"]: item["data-text"] for _, item in tags if "data-text" in item}
     texts = [item["data-text"] for tag, item in tags if item.get("aria-label") == "Copy the code"]
     assert texts == [code, "ls\n"]
     assert copied["Copy the answer"].startswith("Run\n\n```python\n")
+
+
+def test_each_question_has_a_menu_once_it_is_answered() -> None:
+    first, lost = exchange(answer="one"), exchange(previews=[Preview("picture", "a.png")])
+    refusal, now = Exchange("", error="there is nothing to undo"), exchange()
+    tags = Page(history([first, refusal, lost, now], now)).tags
+    menus = [item for _, item in tags if item.get("class") == "more"]
+    assert [item["data-key"] for item in menus] == [first.key, lost.key]
+    assert ["data-lost" in item for item in menus] == [False, True]
+    assert menus[1]["aria-label"] == "Actions for question 2"
 
 
 def test_the_answer_that_is_written_is_apart() -> None:
