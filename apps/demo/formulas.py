@@ -36,8 +36,8 @@ _SYMBOLS = re.compile(r"[\\^_={}<>+]")
 def add_formulas(markdown: MarkdownIt) -> None:
     """Make a Markdown parser find formulas."""
     markdown.inline.ruler.before("escape", "formula", _inline)
-    interrupted = {"alt": ["paragraph", "reference", "blockquote", "list"]}
-    markdown.block.ruler.before("fence", "formula", _block, interrupted)
+    interrupted = ["paragraph", "reference", "blockquote", "list"]
+    markdown.block.ruler.before("fence", "formula", _block, {"alt": interrupted})
     markdown.add_render_rule("formula", _render)
 
 
