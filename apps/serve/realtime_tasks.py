@@ -118,5 +118,7 @@ class RealtimeTasks:
         self.leave()
         if self._worker is not None:
             self._worker.cancel()
-        while self._running:
-            await asyncio.gather(*self._running, return_exceptions=True)
+        # Only those that are not done: with Python 3.12, ``gather`` of others does not yield to the
+        # event loop, which would never remove them then.
+        while left := [task for task in self._running if not task.done()]:
+            await asyncio.gather(*left, return_exceptions=True)

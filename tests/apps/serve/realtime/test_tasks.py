@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from anyio import CapacityLimiter
 
 from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
@@ -37,3 +38,19 @@ def test_a_swallowed_cancellation_does_not_keep_a_session() -> None:
 
     asyncio.run(session())
     assert ended == ["answer"]
+
+
+@pytest.mark.timeout(20)
+def test_tasks_that_have_just_ended_do_not_hold_the_event_loop() -> None:
+    """With Python 3.12 and newer, ``close`` then turned for ever, and served no other client."""
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def session() -> None:
+        tasks: Any = RealtimeTasks(None, nothing, CapacityLimiter(1))
+        tasks.run(nothing())
+        # It begins after the end of the task, but before the task's callbacks.
+        await asyncio.ensure_future(tasks.close())
+
+    asyncio.run(session())
