@@ -25,7 +25,7 @@ def rows_of(name: str, arguments: list[str]) -> list[Row]:
         # What ran out of memory was tried again with fewer.
         return [row | {"way": "DynamicCache", "error": "full", "out_of_memory": True}, *found]
     if name == "client_loop":
-        load = {"prompt": 2000, "clients": 64, "rate": 0.0, "new_tokens": 400}
+        load = {"prompt": 2000, "pictures": 0, "clients": 64, "rate": 0.0, "new_tokens": 400}
         speeds = {"oscar_mm": 3600.0, "vLLM": 3000.0}
         return [
             {"model": MODEL, "engine": engine, **load, "tokens/s": speed}
