@@ -130,6 +130,8 @@ class Scheduler:
         self._voices = Voices(store.policy, admission)
         self._blocked = False
         """Whether the queue waits for memory."""
+        self._has_admitted = False
+        """Whether a request has been admitted since the weights' state was read."""
         self._skipped_head = 0
         """Number of requests admitted ahead of the current head of the queue so far."""
         self._turns = 0
@@ -296,17 +298,22 @@ class Scheduler:
             self._mixed, self._may_mix = None, True
         if self.prefixes is not None:
             self.prefixes.confirm(self.reader.state)
+        self._has_admitted = False
 
     def _admit(self) -> None:
         """Admit requests that get memory, and prefill short prompts together.
 
-        Stops early if calls that run the model are waiting. Threads are woken between two prompts,
-        but not with tensor parallelism, where they would act at different times in each process.
+        Stops early if calls that run the model are waiting, or if all requests admitted so far are
+        over. Threads are woken between two prompts, but not with tensor parallelism, where they
+        would act at different times in each process.
         """
         wakes = TPGroup.of(self.family.model).count == 1
         while self._queue and not self._blocked and self.running < self.max_rows:
             if self._mixed is not None and (self._mixed.is_full or self._awaits_media()):
                 return
+            begun = *self._begun, *self._voices.live
+            if self._has_admitted and all(request.is_over for request in begun):
+                return  # The weights may have changed since: the next step reads their state.
             self._batches.settle_ended()  # Requests may have ended during the last prefill.
             with self._beginning() as requests:
                 if not self._take_first(requests):
@@ -525,6 +532,7 @@ class Scheduler:
             entry.fail(error)
         if isinstance(entry, Request):
             taken.append(entry)
+            self._has_admitted = True
         with suppress(ValueError):
             self._queue.remove(entry)
         self._note_turn(entry.client)

@@ -391,3 +391,33 @@ def test_the_host_waits_for_layers_of_long_prompts(
     # Layers of 6 ms, of which two last longer than the host takes to launch a step.
     assert max(in_flight) == (3 if is_long else sum(counts)), "this one, and two before it"
     assert bool(waited[0]) is is_long
+
+
+@pytest.mark.parametrize("chunk", [None, 24])
+def test_no_prefix_of_weights_that_changed_once_the_last_request_was_left(
+    qwen3_vl_folder: Path, chunk: int | None
+) -> None:
+    """The engine has yet to notice that the request is over, so it has not been idle."""
+
+    def change(pipe: Pipeline) -> None:
+        with torch.no_grad():
+            for weight in pipe.model.get_decoder().parameters():
+                weight.mul_(1.2)
+
+    pipe = loaded(qwen3_vl_folder, prefix_cache="1GB", prefill_chunk=chunk)
+    plain = loaded(qwen3_vl_folder, prefill_chunk=chunk)
+    shown, other = noise(300, 260), noise(280, 300, 1)
+    together(pipe, [made(pipe, "What?", [shown])])
+    left, following = made(pipe, "What?", [other]), made(pipe, "Why?", [shown])
+
+    def leave() -> None:
+        left.cancel()
+        change(pipe)
+        pipe.engine.submit(following)
+
+    pipe.engine.submit(left)
+    with at_layer(pipe.model.get_decoder().layers[0], leave):
+        run(pipe, [left, following])
+    change(plain)
+    assert [following.complete().token_ids] == together(plain, [made(plain, "Why?", [shown])])
+    assert pipe.prefixes is not None and pipe.prefixes.hits == 0
