@@ -191,7 +191,7 @@ class EngineThread:
 
         Args:
             after_step: function called after each step, in the engine thread; see
-                ``call_watchers``.
+                ``call_watchers``. It must not use caches, since the next step may be under way.
         """
 
         def change(count: int, change: Callable[[Job], None]) -> None:
@@ -256,6 +256,7 @@ class EngineThread:
             if not self.run_calls():
                 return
             while self._passes:
+                self.call_watchers()  # The call may take long.
                 self._passes.popleft().run()
             self.release_waiters()
             schedulers = [x for x in self.schedulers if x.has_work]

@@ -184,6 +184,11 @@ class MixedPrefill:
             reading.start is None for reading in self._readings
         )
 
+    @property
+    def awaits_towers(self) -> bool:
+        """Whether towers may run before the next pass."""
+        return any(x.request.unread.media and not x.has_begun for x in self._readings)
+
     def has_room(self, rows: int) -> bool:
         """Return whether a request that came now could be read in the next pass, and the host has
         little to do before it: no towers run.
@@ -191,7 +196,7 @@ class MixedPrefill:
         Args:
             rows: number of rows that decode in the same pass.
         """
-        if any(x.request.unread.media and not x.has_begun for x in self._readings):
+        if self.awaits_towers:
             return False
         return sum(x.unread for x in self._readings) < _piece_sizes(rows, _FEW_WAIT)[-1]
 

@@ -398,6 +398,8 @@ class Scheduler:
                 self._batches.expect_prompts()
                 rows = self._batches.rows
                 may_wait = mixed.has_room(rows)
+                if mixed.awaits_towers:
+                    self._thread.call_watchers()  # Towers may take long.
                 piece = mixed.next_piece(rows, many_wait=many_wait)
                 early = self._batches.step(piece)
                 if early is not None:

@@ -229,3 +229,24 @@ def test_watchers_are_called_once_the_next_step_is_launched(
     assert (
         steps.count("launch called wait") >= 5 and "launch called wait called launch" not in steps
     )
+
+
+def test_watchers_do_not_wait_for_towers(qwen3_vl_folder, capture, small, monkeypatch) -> None:
+    read, counts = mixed_prefill.media_rows, list[tuple[int, int]]()
+    pipe = loaded(qwen3_vl_folder)
+    one, seen = made(pipe, text(5), max_new_tokens=60), [0]
+
+    def towers(family, prompts, unused):
+        if any(prompt.media for prompt in prompts):
+            counts.append((seen[-1], len(one.tokens)))
+        return read(family, prompts, unused)
+
+    monkeypatch.setattr(mixed_prefill, "media_rows", towers)
+    with pipe.engine.keep_stepping(lambda: seen.append(len(one.tokens))):
+        pipe.engine.submit(one)
+        pipe.engine.run_until(lambda: len(one.tokens) > 2)
+        for seed in range(3):
+            together(pipe, [made(pipe, text(20, seed), CARDS, max_new_tokens=1)])
+        run(pipe, [one])
+    assert len(counts) == 3
+    assert all(known == taken for known, taken in counts)

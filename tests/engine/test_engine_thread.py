@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from oscar_mm.engine.engine_call import Call
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.errors import MemoryBusy
 from tests.processes import FORKS
@@ -145,6 +146,24 @@ def test_watchers_wait_until_the_next_step_is_launched() -> None:
         thread.wake()
         thread.run_until(lambda: not steps.left)
         assert thread.call(lambda: events[-2:]) == ["called", "called"]
+
+
+def test_watchers_do_not_wait_for_a_call_that_runs_the_model() -> None:
+    thread, events = EngineThread(), list[str]()
+    steps = Steps(thread)
+    call = Call(lambda: events.append("model"))
+
+    def launch() -> None:
+        steps.is_ahead = steps.left > 1
+        if steps.left == 2:
+            thread._passes.append(call)
+
+    steps.between = launch
+    with thread.keep_stepping(lambda: events.append("called")):
+        steps.left = 2
+        thread.wake()
+        thread.run_until(lambda: not steps.left)
+        assert thread.call(lambda: events) == ["called", "model", "called"]
 
 
 def test_an_error_of_a_step_fails_its_requests_alone() -> None:
