@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -498,8 +498,30 @@ def graph_capture(devices: set[torch.device], *, small: bool = False) -> Capture
         return None
     if any(device.type != "cuda" for device in devices):
         return None
-    pool = torch.cuda.graph_pool_handle() if small else None
-    return partial(capture_cuda_graph, pool=pool)
+    return SmallGraphs() if small else capture_cuda_graph
+
+
+class SmallGraphs:
+    """Captures small graphs, which share their memory.
+
+    Torch refuses further captures into a memory pool whose graphs are all gone, so these get a new
+    one.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._replays = WeakSet[Callable[[], Any]]()
+        """Replays of the graphs in the pool; a graph is gone with its replay."""
+
+    def __call__(
+        self, function: Callable[[], Result], device: torch.device
+    ) -> Callable[[], Result]:
+        """Capture a function's work, see ``capture_cuda_graph``."""
+        if not self._replays:
+            self._pool = torch.cuda.graph_pool_handle()
+        replay = capture_cuda_graph(function, device, self._pool)
+        self._replays.add(replay)
+        return replay
 
 
 @cache

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from oscar_mm.fast_decode.graph_runner import capture_cuda_graph, graph_capture
+from oscar_mm.fast_decode import graph_runner
+from oscar_mm.fast_decode.graph_runner import SmallGraphs, capture_cuda_graph, graph_capture
 
 CUDA = torch.device("cuda", 0)
 
@@ -22,6 +23,38 @@ def product(size: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
 
 def test_no_graphs_on_a_cpu() -> None:
     assert graph_capture({torch.device("cpu")}) is None
+
+
+def test_small_graphs_share_a_pool_as_long_as_one_of_them_is_there(monkeypatch) -> None:
+    pools, used = iter(range(9)), list[int]()
+
+    def capture(function, device, pool):
+        used.append(pool)
+        return lambda: function()
+
+    monkeypatch.setattr(graph_runner, "capture_cuda_graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    small, replays = SmallGraphs(), list[Callable[[], None]]()
+    for _ in range(3):
+        replays.append(small(lambda: None, CUDA))
+    del replays[:2]
+    replays.append(small(lambda: None, CUDA))
+    replays.clear()
+    replays.append(small(lambda: None, CUDA))
+    assert used == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.gpu
+def test_small_graphs_are_captured_again_once_all_are_gone() -> None:
+    capture = graph_capture({CUDA}, small=True)
+    assert capture is not None
+    for _ in range(3):
+        rows, function = product(48)
+        function()
+        replays = [capture(function, CUDA) for _ in range(2)]
+        rows.fill_(2)
+        assert [float(replay().float().mean()) for replay in replays] == [3.0, 3.0]
+        del replays
 
 
 @pytest.mark.gpu
