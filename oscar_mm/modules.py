@@ -153,10 +153,10 @@ class WeightsWatch:
     def key(self) -> tuple[object, ...]:
         """The present key."""
         if self._seen is None or not self._seen.is_current():
-            self._seen = _Snapshot.of(modules_of(self._model))
-            key = weights_key(self._model)
+            seen, key = _Snapshot.of(modules_of(self._model)), weights_key(self._model)
             if key != self._key:
                 self._key = key
+            self._seen = seen  # Last, since other threads then return the key.
         return self._key
 
 

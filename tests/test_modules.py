@@ -219,6 +219,22 @@ STRUCTURES: dict[str, Callable[[Any], object]] = {
 }
 
 
+def test_a_second_thread_never_gets_the_key_before_a_change(model, monkeypatch) -> None:
+    watch, key_of, found = WeightsWatch(model), modules.weights_key, list[object]()
+    before = watch.key
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+
+    def meanwhile(changed: nn.Module) -> tuple[object, ...]:
+        monkeypatch.setattr(modules, "weights_key", key_of)
+        found.append(watch.key)  # While the first thread computes the key.
+        return key_of(changed)
+
+    monkeypatch.setattr(modules, "weights_key", meanwhile)
+    found.append(watch.key)
+    assert found == [key_of(model)] * 2 and found[0] != before
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_modules_that_were_exchanged(model, name: str) -> None:
     changed = copy.deepcopy(model)
