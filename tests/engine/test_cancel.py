@@ -393,9 +393,8 @@ def test_the_host_waits_for_layers_of_long_prompts(
     assert bool(waited[0]) is is_long
 
 
-@pytest.mark.parametrize("chunk", [None, 24])
 def test_no_prefix_of_weights_that_changed_once_the_last_request_was_left(
-    qwen3_vl_folder: Path, chunk: int | None
+    qwen3_vl_folder: Path,
 ) -> None:
     """The engine has yet to notice that the request is over, so it has not been idle."""
 
@@ -404,8 +403,8 @@ def test_no_prefix_of_weights_that_changed_once_the_last_request_was_left(
             for weight in pipe.model.get_decoder().parameters():
                 weight.mul_(1.2)
 
-    pipe = loaded(qwen3_vl_folder, prefix_cache="1GB", prefill_chunk=chunk)
-    plain = loaded(qwen3_vl_folder, prefill_chunk=chunk)
+    pipe = loaded(qwen3_vl_folder, prefix_cache="1GB")
+    plain = loaded(qwen3_vl_folder)
     shown, other = noise(300, 260), noise(280, 300, 1)
     together(pipe, [made(pipe, "What?", [shown])])
     left, following = made(pipe, "What?", [other]), made(pipe, "Why?", [shown])

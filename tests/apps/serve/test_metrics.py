@@ -1,0 +1,54 @@
+"""How often scrapes measure the memory."""
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+
+from oscar_mm.apps.serve.metrics import Metrics
+
+
+class Store:
+    """Store whose measurement takes a time, and reports how many there were."""
+
+    def __init__(self, *, computes: float = 0.0, waits: float = 0.0) -> None:
+        self._computes, self._waits, self.measured = computes, waits, 0
+
+    def memory(self) -> Any:
+        self.measured += 1
+        time.sleep(self._waits)
+        end = time.thread_time() + self._computes
+        while time.thread_time() < end:
+            pass
+        return SimpleNamespace(state_bytes=0, pool_bytes=self.measured)
+
+    def bytes_by_modality(self) -> dict[str, int]:
+        return {}
+
+
+class Conversations(list):
+    def __init__(self, store: Store) -> None:
+        engine = SimpleNamespace(running=0, waiting=0, call=lambda function, timeout: function())
+        family = SimpleNamespace(talker=None)
+        self.pipe = SimpleNamespace(store=store, engine=engine, family=family, prefixes=None)
+
+
+def pool_bytes(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("oscar_mm_kv_pool_bytes")
+
+
+def test_a_measurement_that_computes_for_long_is_kept() -> None:
+    metrics = Metrics(cast(Any, Conversations(store := Store(computes=0.05))))
+    before = pool_bytes(metrics)
+    time.sleep(0.1)
+    assert pool_bytes(metrics) == store.measured == before == 1
+
+
+def test_a_measurement_that_was_held_up_is_not_kept_for_longer() -> None:
+    metrics = Metrics(cast(Any, Conversations(store := Store(waits=0.05))))
+    before = pool_bytes(metrics)
+    time.sleep(0.5)
+    assert before and pool_bytes(metrics) == store.measured > before
