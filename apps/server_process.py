@@ -125,10 +125,10 @@ def freeze_loaded() -> None:
 
 @contextmanager
 def short_thread_turns() -> Iterator[None]:
-    """Let a thread that waits for the interpreter have it after 0.1 ms within the block.
+    """Within the block, let a thread that waits for the interpreter have it after 0.1 ms.
 
-    The engine thread gives the interpreter up at each operation on the GPU. With Python's 5 ms,
-    threads that prepare requests held it for so long that the GPU waited.
+    The engine thread gives up the interpreter at each operation on the GPU. With Python's 5 ms,
+    threads that prepare requests kept it for so long that the GPU waited.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)

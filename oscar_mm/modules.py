@@ -135,13 +135,16 @@ def _module_key(module: nn.Module) -> list[object]:
 
 
 def _version(weight: torch.Tensor) -> int:
+    """Return the number of in-place changes of a weight; 0 for inference tensors, which torch does
+    not count."""
     return 0 if weight.is_inference() else weight._version
 
 
 class WeightsWatch:
-    """Returns ``weights_key`` of a model, the same object as long as it is equal.
+    """Reader of a model's ``weights_key`` that makes a new key only after changes.
 
-    If nothing has changed, this takes less than half of the time of a new key.
+    If nothing has changed, comparing takes less than half of the time of a new key (1.1 ms instead
+    of 2.4 for 744 weights in 840 modules, on a CPU).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -151,7 +154,7 @@ class WeightsWatch:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The present key."""
+        """The present key: the same object as before unless the key has changed."""
         if self._seen is None or not self._seen.is_current():
             seen, key = _Snapshot.of(modules_of(self._model)), weights_key(self._model)
             if key != self._key:
@@ -167,7 +170,7 @@ class _Snapshot(NamedTuple):
         modules: all modules, in the order of ``modules_of``.
         children: index of each child of each module in ``modules``.
         weights: weights of the modules.
-        counts: number of children and of weights of each module.
+        counts: numbers of children, and of weights, of each module; see ``_Entries.counts``.
         details: see ``_details``.
     """
 
@@ -204,8 +207,12 @@ class _Snapshot(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """Entries of a table of each module, such as its children, and their numbers with those that
-    are None."""
+    """Entries of the same table of several modules, such as their children.
+
+    Attributes:
+        flat: entries of all modules, without those that are None.
+        counts: number of entries of each module, with those that are None.
+    """
 
     flat: list[Any]
     counts: list[int]
@@ -218,12 +225,14 @@ def _entries(modules: list[nn.Module], name: str) -> _Entries:
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
+    """Return whether two lists have the same objects; ``==`` would compare tensors by value."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _details(modules: list[nn.Module], weights: list[torch.Tensor]) -> tuple[list[Any], ...]:
     """Return what a key depends on besides the modules and weights themselves: the addresses and
-    versions of the weights, and the keys of modules that are special in any way."""
+    versions of the weights, and the keys of modules with hooks, a
+    forward of their own, or a class that is not known."""
     known = {kind for kind in set(map(type, modules)) if _is_known_class(kind)}
     special = [
         _module_key(module)

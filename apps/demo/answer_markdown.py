@@ -71,7 +71,7 @@ def copy_button(text: str, label: str) -> str:
 
 
 def _language(info: str) -> str:
-    """Return the language that begins a block of code: ```python title="a.py"."""
+    """Return the language of a block of code, which is the first word after its opening fence."""
     return (info.split() or [""])[0].lower()
 
 
@@ -87,10 +87,11 @@ def _colored(code: str, language: str) -> str:
 
 
 def _in_time(tokens: Iterator[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
-    """Yield tokens for ``_MAX_S``: the lexers take very long for some code that nobody writes.
+    """Yield tokens for ``_MAX_S``, since some lexers take time that grows with the square of the
+    text: 20,000 line breaks took the one of C 26 s.
 
     Raises:
-        TimeoutError: if there are more.
+        TimeoutError: if tokens are left then.
     """
     end = time.thread_time() + _MAX_S
     for token in tokens:

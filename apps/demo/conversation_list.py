@@ -30,11 +30,11 @@ SEARCH = (
 _BEFORE, _AFTER = 40, 90
 """Characters that an excerpt shows before and after the beginning of what was found."""
 LIST_SCRIPT = """
-let waits = null;
+let timer = null;
 document.addEventListener('input', ({target}) => {
   if (!target.closest('#search')) return;
-  clearTimeout(waits);
-  waits = setTimeout(() => trigger('input', {}), 200);
+  clearTimeout(timer);
+  timer = setTimeout(() => trigger('input', {}), 200);
 });
 watch('value', () => {
   const nothing = element.querySelector('ul') && !element.querySelector('li');

@@ -30,7 +30,9 @@ _NAMES = re.compile(
 )
 """Parts of a formula that may contain words."""
 _PROSE = re.compile(r"[A-Za-z]{3,}|\s[A-Za-z]{2}\s|[\u2e80-\uffff]")
+"""Words, which formulas have only within ``_NAMES``, and Chinese, Japanese or Korean characters."""
 _SYMBOLS = re.compile(r"[\\^_={}<>+]")
+"""Characters that are rare between two prices."""
 
 
 def add_formulas(markdown: MarkdownIt) -> None:
@@ -42,7 +44,7 @@ def add_formulas(markdown: MarkdownIt) -> None:
 
 
 def script() -> str:
-    """Return a script that draws the formulas of an element, with the KaTeX that gradio brings.
+    """Return a script that draws the formulas of an element, with the KaTeX among gradio's files.
 
     Without KaTeX, and where it cannot read a formula, the formula's source stays.
     """
@@ -92,7 +94,8 @@ const draw = () => {
 
 
 def _formula(text: str, start: int, stop: int) -> tuple[str, int, bool] | None:
-    """Return a formula that begins at ``start``: its TeX, its end, and whether it is displayed.
+    """Return a formula that begins at ``start``: its TeX, its end, and whether it is in a line of
+    its own.
 
     None if there is none that ends before ``stop``.
     """

@@ -108,7 +108,7 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the conversation was deleted, or given up for others."""
+        """Whether the conversation was deleted, or closed to make room for others."""
         return self._closed
 
     @property

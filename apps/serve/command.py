@@ -255,7 +255,7 @@ def serve(
     _log_requests(log_level)
     try:
         warm_up(pipe.engine, running)
-        if pipe.family.talker is not None:
+        if pipe.family.talker is not None:  # Text needs no more than the warm-up above.
             answer_in_advance(pipe)
         freeze_loaded()
         listen(sockets)

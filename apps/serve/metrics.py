@@ -23,9 +23,9 @@ _SECONDS = (
 _BUSY_S = 0.2
 """Maximum seconds to wait for the engine to measure the memory."""
 _KEPT = 100
-"""Number of times as long as a measurement computes for which it is kept, so that scrapes take at
-most 1% of the engine's time: with 190 conversations of 2,000 tokens, a measurement takes 10 to 20
-ms. Waits do not count: a single one of a second would hide the memory of the next 100 seconds."""
+"""A measurement is kept for 100 times the processor time that it took, so that scrapes take at most
+1% of the engine's time: with 190 conversations of 2,000 tokens, a measurement takes 10 to 20 ms.
+Waits do not count: a single one of a second would hide the memory of the next 100 seconds."""
 
 
 class Metrics:

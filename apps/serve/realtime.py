@@ -106,8 +106,16 @@ class Realtime:
         client: tuple[str, ...],
         place: ExitStack,
     ) -> None:
-        """Serve a session until it ends; ``place`` is emptied, and closed once the session's memory
-        is free."""
+        """Serve a session until it ends.
+
+        Args:
+            socket: accepted connection.
+            chat: conversation of the session, which is closed at its end.
+            model: name of the model that the client asked for.
+            client: see ``client_of``.
+            place: callbacks that free the session's place among the open ones. They move to the
+                task that frees the memory, which calls them when it is done.
+        """
         limits, sent = self._service.limits, 0
 
         async def send(event: dict[str, Any]) -> None:

@@ -133,11 +133,11 @@ class RequestQueue:
         timeout = min(seconds, _MEMORY_POLL_S)
         await self._wait_for(self._memory_freed, gone, timeout)
 
-    def close(self, answer: asyncio.Task[None]) -> None:
+    def close(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a task that closes an answer or a realtime session until the task is
         done."""
-        self.closing.add(answer)
-        answer.add_done_callback(self.closing.discard)
+        self.closing.add(task)
+        task.add_done_callback(self.closing.discard)
 
     def release(self, slot: Slot) -> None:
         """Free the slot of an ended answer, and wake the requests that wait for its memory."""

@@ -47,8 +47,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def unused_bytes(device: torch.device) -> int:
-    """Return the part of ``free_bytes`` that torch holds; unlike the rest, it is known without
-    asking the driver, which takes half a millisecond."""
+    """Return the bytes that torch has reserved on a device and not allocated, a part of
+    ``free_bytes``.
+
+    Unlike the rest, they are known without asking the driver, which takes 0.6 ms (H200).
+    """
     if device.type != "cuda":
         return 0
     stats = torch.cuda.memory_stats_as_nested_dict(device)

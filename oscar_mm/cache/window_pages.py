@@ -31,8 +31,8 @@ _MARGIN = 16
 """Number of tokens before a window that also keep their place, since passes that are planned or in
 flight may begin at earlier tokens than the next one."""
 _GROWTH = 16
-"""After a sweep, at least one place in so many is free. So a sweep, which looks at all sequences,
-comes once in many new pages, however many sequences there are."""
+"""After a sweep, at least 1/16 of the places are free. A sweep looks at all sequences; this way,
+the next one comes only after many new pages, however many sequences there are."""
 _LATEST_MARKS, _MARKED_WINDOWS = 6, 4
 """A sequence keeps the windows of its latest marks, and of all marks in its last tokens, in
 windows."""

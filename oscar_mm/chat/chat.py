@@ -337,8 +337,9 @@ class Chat(TurnRunner):
             turns: number of turns, at most those of the chat; all are removed, or none.
 
         Raises:
-            InputError: if there are no so many turns, or if a model with states (Qwen3.5) no
-                longer has those from before them: a chat keeps the latest ``MARK_BYTES`` of them.
+            InputError: if ``turns`` is not a positive integer, if the chat has fewer turns, or if a
+                model with states (Qwen3.5) no longer has the states from before these turns: a
+                chat keeps the latest ``MARK_BYTES`` of states.
         """
         if type(turns) is not int or turns < 1:
             raise InputError(f"undo({shown(turns)}): turns must be an integer from 1 on")

@@ -1,4 +1,4 @@
-"""Warm-up of chats: the beginning of an answer, aloud if the model speaks, before all questions."""
+"""Warm-up of chats: a short answer, aloud if the model speaks, before the first question."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _log = logging.getLogger("oscar_mm")
 
 
 def answer_in_advance(pipe: ChatEngine) -> None:
-    """Begin an answer and leave it, so that no later one waits until kernels are compiled.
+    """Begin an answer and abandon it, so that no later answer waits until kernels are compiled.
 
-    A model that speaks says half a second, since its talker runs kernels of its own; otherwise the
-    first spoken answer would delay all others meanwhile. An error is logged, and the first answer
-    then compiles what it needs.
+    A model that speaks generates half a second of speech, because its talker has kernels of its
+    own: if the first spoken answer compiled them, all other answers would wait. An error is only
+    logged; the first answer then compiles what it needs.
 
     Args:
         pipe: pipeline that answers.

@@ -288,10 +288,10 @@ class EngineThread:
     def call_watchers(self) -> None:
         """Call the watchers if a step has ended since they were called.
 
-        While the device computes the next step, they are called only once the step after that is
-        launched and this thread waits for the device. Other threads that they wake, such as a
-        server's event loop, then have the interpreter to themselves. If they had it before, the
-        device would wait for the launch.
+        If the device already computes the next step, ``after_step`` leaves this call to the place
+        where the step after that is launched and this thread waits for the device. Threads that
+        watchers wake, such as a server's event loop, then have the interpreter to themselves. If
+        they had it before the launch, the device would wait for them.
         """
         if not self._watchers_due:
             return

@@ -73,8 +73,8 @@ class PrefillRunner:
         self._layers: PromptLayers | None = None
 
     def present_state(self) -> object:
-        """Read the state of the model's weights and adapters, which takes a millisecond; it is
-        equal to ``state`` as long as they are unchanged."""
+        """Read the state of the model's weights and adapters, which takes milliseconds; it is equal
+        to ``state`` as long as they are unchanged."""
         return self._watch.key
 
     @property

@@ -233,7 +233,7 @@ class PrefixCache:
 
     def confirm(self, weights: object) -> None:
         """Drop the entries kept since the last call if the weights have changed since their prefill
-        began; call this between two times at which requests run.
+        began; call this only while no request runs.
 
         ``keep`` does not do this because the state of the weights takes long to compute.
 

@@ -1,4 +1,4 @@
-"""Lengths of the sequences in a tower: read from the GPU once, not in each layer.
+"""Lengths of the pictures in a tower's batch: read from the GPU once, not in each layer.
 
 Qwen's vision towers concatenate the patches of all pictures, and each layer splits them again for
 its attention. For this, each layer reads the lengths three times, and each time the host waits for
@@ -36,6 +36,7 @@ def read_lengths_once(model: nn.Module) -> None:
 def _on_cpu(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a tower's attention, with ``cu_seqlens`` on the CPU."""
     edges: torch.Tensor | None = kwargs.get(_EDGES)
     if edges is None or edges.is_cpu or "flash" in module.config._attn_implementation:
         return None
