@@ -24,6 +24,8 @@ _TELL_S = 30.0
 _END_S = 15.0
 """Maximum seconds to let a server exit before it is killed."""
 _SWITCH_S = 0.0001
+"""Seconds after which a thread that waits for the interpreter has it. With 0.5 ms, 64 clients of a
+server got 4,564 tokens/s; with 0.1 ms, 4,870 (8B, prompts of 2,000 tokens, H200)."""
 _COLLECTED_AFTER = 10_000
 """Number of new objects after which the youngest are collected."""
 _LOG_BYTES = 1 << 16

@@ -92,7 +92,7 @@ class Loop:
 
     @property
     def ahead(self) -> int:
-        """Number of requests to prepare before they are sent, beyond those of the beginning."""
+        """Number of requests that are prepared ahead, beyond those of the beginning."""
         return max(self.clients, 8)
 
     def first_lengths(self) -> list[int]:
@@ -276,7 +276,7 @@ def vllms(engine: Any, prompt: Callable[[int], Any], loop: Loop) -> Row:
 
     Args:
         engine: the engine.
-        prompt: function that prepares the prompt of a request with a number.
+        prompt: function that prepares the prompt of a request, given the request's number.
         loop: the load.
     """
     from vllm import SamplingParams
@@ -346,8 +346,8 @@ def vllm_engine(loops: Sequence[Loop], folder: Path) -> Callable[[Loop], Row]:
             return {"prompt_token_ids": tokens_of(loop.prompt, (loop.prompt, number))}
 
         def shown(number: int) -> Any:
-            of = found[loop.prompt]
-            prompt = source.prompt(number, of[number % len(of)], pictures)
+            choices = found[loop.prompt]
+            prompt = source.prompt(number, choices[number % len(choices)], pictures)
             return engine.renderer.render_cmpl([prompt])[0]
 
         if not pictures:

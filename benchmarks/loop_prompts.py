@@ -18,6 +18,7 @@ from oscar_mm.media.part import media_parts
 SIDE = 512
 """Width and height of a picture in pixels."""
 _TEXTS = 12
+"""Number of different texts of a load; requests take them in turn."""
 
 
 def texts(length: Callable[[str], int], tokens: int) -> list[str]:
@@ -83,9 +84,9 @@ class VLLMPrompts:
 
     def tokens(self, text: str, count: int = 0) -> int:
         """Return the number of tokens of a question, with those of its pictures."""
-        asked = self.prompt(0, text, count)
-        shown = asked["multi_modal_data"]["image"] or None
-        return len(self._processor(text=[asked["prompt"]], images=shown)["input_ids"][0])
+        question = self.prompt(0, text, count)
+        shown = question["multi_modal_data"]["image"] or None
+        return len(self._processor(text=[question["prompt"]], images=shown)["input_ids"][0])
 
     def options(self, count: int) -> dict[str, Any]:
         """Return arguments for ``vllm.LLM``, for prompts of ``count`` pictures."""

@@ -46,7 +46,7 @@ SESSIONS = 100
 MAX_LEFT = 511
 """Maximum bytes that a conversation may leave on a GPU: less than torch's smallest block."""
 PIECES = 6
-"""Maximum number of pieces of an answer after which it is interrupted, plus 1."""
+"""Answers are interrupted after 0 to ``PIECES - 1`` of their pieces, in turn."""
 SHORT_FRAMES = 10
 """Frames of an answer that nobody interrupts in those conversations."""
 NOTES = [

@@ -44,7 +44,7 @@ const source = `registerProcessor('oscar-ears', class extends AudioWorkletProces
 const words = {listening: 'Listening …', speaking: 'You speak …', asked: 'Answering …'};
 let context = null, stream = null, waiting = [], size = 0, isBusy = false;
 let button = null, isEnding = false;  // What was pressed, and whether it is released.
-let press = null, begins = false;  // The last press, and whether nothing of it was sent.
+let press = null, begins = false;  // The last press, and whether no sound of it was sent yet.
 const quiet = () => {
   document.querySelectorAll('#spoken audio').forEach((one) => one.pause());
   QUIET;

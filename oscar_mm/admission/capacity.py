@@ -57,8 +57,8 @@ def unused_bytes(device: torch.device) -> int:
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     if not stats:  # Torch has not used the device yet.
         return 0
-    held, used = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
-    return held - used
+    reserved, allocated = (stats[f"{x}_bytes"]["all"]["current"] for x in ("reserved", "allocated"))
+    return reserved - allocated
 
 
 def activation_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:

@@ -549,7 +549,8 @@ class PageStore:
             soon: bytes of slots that the next prompts will need.
         """
         report = self.memory()
-        # Without used bytes, none move; but pools would grow again for the next prompts.
+        # Shrinking pools without used slots copies nothing, so it always has time, unless the next
+        # prompts need slots: the pools would have to grow again.
         is_time = self._is_time or not (report.used_bytes or soon)
         if report.free_bytes - soon > (report.used_bytes + soon) // 4 and is_time:
             self._trim_timed()

@@ -69,7 +69,7 @@ class _Reached(NamedTuple):
 
     Attributes:
         table: the sequence, which keeps its ``id`` in use.
-        key: what the pages depend on.
+        key: what the pages depend on: the lengths, and each stream's modality and entries.
         pages: format and pages of each stream.
     """
 
@@ -284,9 +284,9 @@ class WindowPages:
     def _reached_by(self, reach: Reach) -> list[tuple[Bits, set[int]]]:
         """Return ``reached`` for one sequence, by stream.
 
-        Sequences of a prefix cache never change, so their pages are looked for only once. A
-        sequence that has the same lengths and entries as before reaches the same pages: tokens
-        that a crop has removed, without an entry, came after all packed tokens of their stream.
+        The result is kept while the sequence has the same lengths and entries; sequences of a
+        prefix cache never change. A crop that removes no entry does not change the result, since
+        it removes only tokens after all packed tokens of their streams.
         """
         table, lengths = reach
         streams = [(code, one) for code, one in table.streams.items() if one.pages]
@@ -333,7 +333,7 @@ class WindowPages:
         )
 
     def sweep(self, reaches: Iterable[Reach], sources: Iterable[tuple[Bits, int]] = ()) -> None:
-        """Take the places of all pages that no window reaches and that are not planned.
+        """Free the places of all pages that no window reaches and that are not planned.
 
         Args:
             reaches: all sequences of the store.

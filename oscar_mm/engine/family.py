@@ -120,8 +120,11 @@ class Family(ChatFormat, ABC):
                 setattr(layer.self_attn, TWO_WAY, self.layout.two_way)
 
     def attends_two_way(self, attention: Any) -> bool:
-        """Return whether media tokens attend to later ones in this attention module, if they do in
-        some layers, see ``InputLayout.two_way``."""
+        """Return whether media tokens attend to later ones in a layer, by default in every one.
+
+        Args:
+            attention: the layer's attention module, of a model with ``InputLayout.two_way``.
+        """
         return True
 
     @classmethod

@@ -255,7 +255,7 @@ def embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
 class _Outputs(MoeModelOutputWithPast):
     """Outputs of any decoder."""
 
-    shared_kv_states: Any = None  # In Gemma 4.
+    shared_kv_states: Any = None  # Read by Gemma 4's forward.
 
 
 class _Known(nn.Module):
@@ -288,7 +288,8 @@ def head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _capped(model: Any, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a model that also reads media, such as Gemma 4."""
+    """Return a head's logits for (tokens, channels) outputs of the decoder, soft-capped if the
+    model's config says so: in models such as Gemma 4, forward caps them, not the head."""
     found = head(states)
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return found if cap is None else cap * torch.tanh(found / cap)

@@ -61,7 +61,7 @@ def largest_image(image_processor: Any, width: int, height: int) -> tuple[int, i
     try:
         used = resized(image_processor, width, height)
         # After resizing, some long, narrow images still exceed the maximum number of pixels and
-        # would be resized again. Of others, barely too large, a side is rounded up.
+        # would be resized again. If an image is barely too large, rounding may enlarge a side.
         smaller = used[0] <= width and used[1] <= height
         return used if smaller and resized(image_processor, *used) == used else (width, height)
     except ValueError:  # Too long and narrow for the processor, which refuses it later.
