@@ -615,7 +615,6 @@ class Scheduler:
     def _take_beginning(self, read: list[Request], chosen: SampledTokens) -> None:
         """Give requests their first tokens, keep their prompts in the prefix cache, and let them
         join the decode steps."""
-        self._thread.call_watchers()
         tokens = chosen.listed()
         logprobs = chosen.logprobs(tokens)
         for place, (request, token) in enumerate(zip(read, tokens, strict=True)):
@@ -641,7 +640,7 @@ class Scheduler:
         if self._batches.live and self._batches.fills_pauses:
             self._batches.step()
             if ranks.count == 1:
-                self._thread.after_step()
+                self._batches.after_step()
         return chosen
 
     def _read_beginnings(self, requests: list[Request]) -> list[_Beginning]:
