@@ -118,8 +118,7 @@ class PrefillGraphs:
         sequences, tokens, _ = hidden.shape
         self._states = None
         if self._fails:
-            self._whole = None
-            self._graphs.clear()
+            self.clear()
         if sequences > 1 or tokens > MAX_RECORDED or self._fails:
             return
         if self._whole is None:
