@@ -42,6 +42,12 @@ def _tokenizer(template: str, *special: str, video: str = "", **named: str) -> A
     )
 
 
+def _token_ids(tokenizer: Any, **tokens: str) -> dict[str, Any]:
+    """Ids of tokens under their names in a configuration."""
+    token_id = tokenizer.convert_tokens_to_ids
+    return {f"{name}_token_id": token_id(token) for name, token in tokens.items()}
+
+
 def _internvl() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     tokenizer = _tokenizer(
         "<IMG_CONTEXT>\\n",
@@ -98,16 +104,14 @@ def _gemma4() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
         transformers.Gemma4VideoProcessor(patch_size=8),
         chat_template=tokenizer.chat_template,
     )
-    ids = {
-        f"{kind}_token_id": tokenizer.convert_tokens_to_ids(token)
-        for kind, token in {
-            "boi": "<|image>",
-            "eoi": "<image|>",
-            "audio": "<|audio|>",
-            "boa": "<|audio>",
-            "video": "<|video|>",
-        }.items()
-    }
+    ids = _token_ids(
+        tokenizer,
+        boi="<|image>",
+        eoi="<image|>",
+        audio="<|audio|>",
+        boa="<|audio>",
+        video="<|video|>",
+    )
     ids["eoa_token_index"] = tokenizer.convert_tokens_to_ids("<audio|>")
     vision = _TOWER | {"patch_size": 8, "num_key_value_heads": 2, "head_dim": 16}
     return processor, "<|image|>", vision, ids | {"audio_config": None}
@@ -293,16 +297,14 @@ def _molmo2() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
         "text_hidden_size": 128,
         "vision_feature_layer": [-1, -2],
     }
-    ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
-        for name, token in {
-            "image_start": "<im_start>",
-            "low_res_image_start": "<low_res_im_start>",
-            "image_end": "<im_end>",
-            "frame_start": "<frame_start>",
-            "frame_end": "<frame_end>",
-        }.items()
-    }
+    ids = _token_ids(
+        tokenizer,
+        image_start="<im_start>",
+        low_res_image_start="<low_res_im_start>",
+        image_end="<im_end>",
+        frame_start="<frame_start>",
+        frame_end="<frame_end>",
+    )
     return processor, "<im_patch>", vision, ids | {"adapter_config": adapter}
 
 
