@@ -231,8 +231,8 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 def _details(modules: list[nn.Module], weights: list[torch.Tensor]) -> tuple[list[Any], ...]:
     """Return what a key depends on besides the modules and weights themselves: the addresses and
-    versions of the weights, and the keys of modules with hooks, a
-    forward of their own, or a class that is not known."""
+    versions of the weights, and the keys of modules with hooks, a forward of their own, or a class
+    that is not known."""
     known = {kind for kind in set(map(type, modules)) if _is_known_class(kind)}
     special = [
         _module_key(module)

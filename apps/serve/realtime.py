@@ -149,7 +149,8 @@ class Realtime:
             session.leave()
             # Not awaited: the engine frees the memory between two steps, and a step that compiles
             # kernels takes long. Neither the connection nor the server's stop waits for it.
-            self._service.places.close(asyncio.ensure_future(_close(session, place.pop_all())))
+            closing = asyncio.ensure_future(_close(session, place.pop_all()))
+            self._service.places.track_closing(closing)
         if socket.application_state is WebSocketState.CONNECTED:
             with suppress(WebSocketDisconnect, RuntimeError, OSError, TimeoutError):
                 async with asyncio.timeout(_SEND_S):

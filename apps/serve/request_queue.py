@@ -133,7 +133,7 @@ class RequestQueue:
         timeout = min(seconds, _MEMORY_POLL_S)
         await self._wait_for(self._memory_freed, gone, timeout)
 
-    def close(self, task: asyncio.Task[None]) -> None:
+    def track_closing(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a task that closes an answer or a realtime session until the task is
         done."""
         self.closing.add(task)

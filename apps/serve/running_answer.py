@@ -138,7 +138,7 @@ class RunningAnswer:
         if self._end is None:
             self._left = True
             self._end = asyncio.ensure_future(self._close())
-            self.places.close(self._end)
+            self.places.track_closing(self._end)
         return self._end
 
     def look(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from time import perf_counter
 
 import numpy as np
@@ -134,7 +133,7 @@ class DecodeRunner:
         cache: OscarCache,
         axes: tuple[int, ...],
         device: torch.device,
-        before_wait: Callable[[], object] = nullcontext,
+        before_wait: Callable[[], object] = lambda: None,
     ) -> None:
         self._model, self._cache, self._axes, self._device = model, cache, axes, device
         self._before_wait = before_wait

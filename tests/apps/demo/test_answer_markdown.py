@@ -86,7 +86,7 @@ def test_code_has_colours_once_it_is_written() -> None:
     [("java", "\n" * 9999), ("cs", "a\n " * 3000), ("css", '"\\' * 4000), ("ts", "a." * 4000)],
 )
 def test_code_that_is_slow_to_read_stays_without_colours(language: str, code: str) -> None:
-    """Of the lexers, some take seconds for it."""
+    """The lexers of these languages take seconds to read this code."""
     began = time.thread_time()
     text = f"```{language}\n{code}\n```"
     assert shown(text).strip() == code.strip()
