@@ -612,9 +612,13 @@ class Admission:
         return size.past + fits
 
     def _activation_bytes(self, tokens: int) -> int:
-        read = min(tokens, self.prefill_chunk or tokens)
+        return activation_bytes(min(tokens, self.prefill_chunk or tokens), *self._activation_size)
+
+    @cached_property
+    def _activation_size(self) -> tuple[int, int]:
+        """Size of a token's activation, and bytes of each value."""
         weight = self.model.get_input_embeddings().weight
-        return activation_bytes(read, weight.shape[1], weight.element_size())
+        return weight.shape[1], weight.element_size()
 
     def _slot_bytes(self) -> dict[Bits, int]:
         """Return bits -> bytes of a slot, summed over all layers."""
@@ -636,7 +640,7 @@ class Admission:
     def _slot_bytes_by_window(self) -> _SlotBytes:
         """Return the bytes of a slot, summed over the layers of a device with the same window."""
         # Recomputed when layers have created their pools, or the model has moved.
-        known_for, known = (len(self.store.layers), self.family.device), self._known
+        known_for, known = (len(self.store.layers), self.model.device), self._known
         if known is None or known[0] != known_for:
             known = self._known = known_for, self._sum_slot_bytes()
         return known[1]

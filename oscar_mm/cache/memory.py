@@ -14,7 +14,7 @@ import torch
 from oscar_mm.cache.block_table import PagePlaces, SlotSet
 from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.page_store import LayerPools
+from oscar_mm.cache.page_store import LayerPools, alike
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
@@ -222,15 +222,18 @@ def measure(
     values = shared_bytes = 0
     for layer in packed:
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
-        pools = kv_manager.store.layers[layer.index]
-        before = sum(by_kind.values())
-        _add_pools(pools, counted, spare, by_kind, by_modality, alone=alone)
-        shared = shared_in(pools.places)
-        shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
         own = layer.overflow.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
         by_kind["tables"] += own
         by_modality[_SHARED] += own
-        by_device[str(layer.device)] += sum(by_kind.values()) - before
+        by_device[str(layer.device)] += own
+    for pools, layers in alike(kv_manager.store.layers[layer.index] for layer in packed):
+        before = sum(by_kind.values())
+        _add_pools(pools, layers, counted, spare, by_kind, by_modality, alone=alone)
+        shared = shared_in(pools.places)
+        shared_bytes += layers * sum(
+            shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items()
+        )
+        by_device[str(pools.device)] += sum(by_kind.values()) - before
     for kind, tensors in (("states", states), ("marks", marks), ("unused", unused)):
         for tensor in tensors:
             by_kind[kind] += tensor.nbytes
@@ -254,6 +257,7 @@ def measure(
 
 def _add_pools(
     pools: LayerPools,
+    layers: int,
     counted: Callable[[Bits, PagePlaces | None], Counter[str]],
     spare: int,
     by_kind: dict[str, int],
@@ -261,12 +265,14 @@ def _add_pools(
     *,
     alone: bool,
 ) -> None:
-    """Add the bytes of one layer's pools to ``by_kind`` and ``by_modality``.
+    """Add the bytes of the pools of layers that are alike to ``by_kind`` and ``by_modality``.
 
     During a forward pass, a layer may be one step behind the tables; slots that its pools do not
     have yet are not counted.
 
     Args:
+        pools: pools of one of the layers.
+        layers: number of layers.
         counted: ``SlotSet.by_modality`` of the cache's slots.
         spare: number of 16-bit slots reserved for the next tokens.
         alone: whether to include the free slots of the pools.
@@ -276,15 +282,15 @@ def _add_pools(
         for label, count in counted(bits, pools.places).items():
             there = min(count, pool.capacity - stored)
             stored += there
-            by_modality[label] += there * pool.slot_bytes
+            by_modality[label] += layers * there * pool.slot_bytes
             if bits == PLAIN:
-                by_kind["tails"] += there * pool.slot_bytes
+                by_kind["tails"] += layers * there * pool.slot_bytes
                 continue
             for kind, size in pools.formats[bits].bytes_by_kind.items():
-                by_kind[kind] += there * size
+                by_kind[kind] += layers * there * size
         waiting = min(spare, pool.capacity - stored) if bits == PLAIN else 0
         unused = waiting * pool.slot_bytes
         if alone:
             unused += pool.free_bytes(stored + waiting)
-        by_kind["unused"] += unused
-        by_modality[_SHARED] += unused
+        by_kind["unused"] += layers * unused
+        by_modality[_SHARED] += layers * unused

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -187,6 +187,7 @@ class LayerPools:
             for bits, page_format in self.formats.items()
         }
         self.by_bits: dict[Bits, Pool] = {**self.pages, PLAIN: self.recent}
+        self._shape = f"{_describe(kv_heads, head_dim, dtype, device)} {id(places)}"
 
     def reserve(self, allocators: Mapping[Bits, SlotPool]) -> None:
         """Grow the pools to the capacity of the slot allocators."""
@@ -201,6 +202,22 @@ class LayerPools:
         if self.places is not None and bits in self.places:
             return self.places.capacity(bits)
         return allocators[bits].capacity
+
+    @property
+    def size(self) -> tuple[Hashable, ...]:
+        """Value that is equal for layers whose slots have the same sizes, numbers and places."""
+        return self._shape, *[pool.capacity for pool in self.by_bits.values()]
+
+
+def alike(layers: Iterable[LayerPools]) -> list[tuple[LayerPools, int]]:
+    """Return one layer of each size with the number of such layers.
+
+    Most layers of a model are alike, so measuring one of each size takes a fraction of the time.
+    """
+    found: dict[tuple[Hashable, ...], list[LayerPools]] = {}
+    for pools in layers:
+        found.setdefault(pools.size, []).append(pools)
+    return [(group[0], len(group)) for group in found.values()]
 
 
 @dataclass(frozen=True)
@@ -597,10 +614,10 @@ class PageStore:
         held = SlotSet.of(stream for row in rows for stream in row.streams.values())
         found = {modality.label: 0 for modality in Modality}
         by_modality = cache(held.by_modality)
-        for pools in list(self.layers.values()):
+        for pools, layers in alike(list(self.layers.values())):
             for bits, pool in pools.by_bits.items():
                 for label, count in by_modality(bits, pools.places).items():
-                    found[label] += count * pool.slot_bytes
+                    found[label] += layers * count * pool.slot_bytes
         return found
 
     def bytes_of_slots(
@@ -669,9 +686,9 @@ class PageStore:
         """
         counts = cache(counts)
         return sum(
-            count * pools.by_bits[bits].slot_bytes
+            layers * count * pools.by_bits[bits].slot_bytes
             # A copy: any thread may call this while the first prompt creates the pools.
-            for pools in list(self.layers.values())
+            for pools, layers in alike(list(self.layers.values()))
             if device is None or pools.device == device
             for bits, count in counts(pools.places).items()
         )
@@ -687,14 +704,15 @@ class PageStore:
     def memory(self) -> StoreReport:
         """Return the bytes of pools and states; a shared slot or state is counted once."""
         self.collect()
-        used = free = total = 0
+        used = free = 0
+        total = sum(pool.device_bytes for pool in self._pools)
         slots = cache(self._slots)
-        for pools in self.layers.values():
+        for pools, layers in alike(self.layers.values()):
             for bits, pool in pools.by_bits.items():
                 counts = slots(pools.places)[bits]
-                used += min(counts.used, pool.capacity) * pool.slot_bytes
-                free += pool.free_bytes(min(counts.capacity - counts.free, pool.capacity))
-                total += pool.device_bytes
+                used += layers * min(counts.used, pool.capacity) * pool.slot_bytes
+                kept = min(counts.capacity - counts.free, pool.capacity)
+                free += layers * pool.free_bytes(kept)
         with self._joining:
             holders = list(self._with_states)
         states = held_bytes(state for holder in holders for state in holder.states)

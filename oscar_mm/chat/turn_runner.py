@@ -104,6 +104,7 @@ class TurnRunner:
 
         def begin(now: Conversation, prompt: Prompt) -> PrefillRequest:
             nonlocal reading
+            pipe.admission.check_prompt(prompt, 0, past_of(now))
             read = prompt.to(pipe.family.device)
             reading = PrefillRequest(pipe.engine, read, now.forked_cache())
             reading.client = self.client
@@ -117,7 +118,7 @@ class TurnRunner:
 
         with self._calls:
             try:
-                self._read(self._next_turn(prepare, 0, begin))
+                self._read(self._next_turn(prepare, begin))
                 pipe.engine.call(end)
             finally:
                 pipe.engine.call(lambda: self._drop(reading))
@@ -200,27 +201,21 @@ class TurnRunner:
     def _next_turn(
         self,
         prepare: Callable[[Conversation], Prompt],
-        max_new_tokens: int,
         begin: Callable[[Conversation, Prompt], Result],
-        turn: OpenTurn | None = None,
     ) -> Result:
-        """Prepare the next prompt, check that it fits, and return the result of ``begin``.
+        """Prepare the next prompt and return the result of ``begin``.
 
         Args:
             prepare: function that builds the prompt from the conversation; runs in the calling
                 thread, so that other requests can run meanwhile.
-            max_new_tokens: number of output tokens that must fit after the prompt.
-            begin: function of the conversation and the prompt that runs in the engine thread; must
-                not return None.
-            turn: open turn whose rest is the prompt; None if nothing of the turn was read.
+            begin: function of the conversation and the prompt that checks that the prompt fits;
+                runs in the engine thread and must not return None.
         """
-        pipe = self.pipe
 
         def check(then: Conversation, prompt: Prompt) -> Result | None:
             now = self._load()
             if now.turns is not then.turns:
                 return None  # A stream that was left became a turn meanwhile.
-            pipe.admission.check_prompt(prompt, max_new_tokens, self._past(now, turn))
             return begin(now, prompt)
 
         with self._calls:
@@ -229,7 +224,7 @@ class TurnRunner:
                 then = self._spillable.conversation
                 prompt = prepare(then)
                 check_now = partial(check, then, prompt)
-                result = pipe.engine.call_with_memory(check_now, self.client)
+                result = self.pipe.engine.call_with_memory(check_now, self.client)
             return result
 
     @property
@@ -293,6 +288,7 @@ class TurnRunner:
 
         def begin(now: Conversation, prompt: Prompt) -> PrefillRequest:
             nonlocal reading
+            pipe.admission.check_prompt(prompt, 1, self._past(now, turn))
             talker = family.talker if turn.keeps_states else None
             states = None if talker is None else talker.states(prompt)
             cache = now.forked_cache() if turn.cache is None else turn.cache.fork()
@@ -309,7 +305,7 @@ class TurnRunner:
         with self._calls:
             try:
                 with self._shown(messages, 1) as media:
-                    self._read(self._next_turn(prepare, 1, begin, turn))
+                    self._read(self._next_turn(prepare, begin))
                 pipe.engine.call(end)
             finally:
                 pipe.engine.call(lambda: self._drop(reading))
@@ -401,15 +397,16 @@ class TurnRunner:
             return marked_before_reasoning(found, pipe.family)
 
         def fitted(now: Conversation, prompt: Prompt) -> tuple[Prompt, Sampling]:
-            if not cut_to_fit:
-                return prompt, sampling
             past = self._past(now, turn)
+            if not cut_to_fit:
+                pipe.admission.check_prompt(prompt, max_new_tokens, past)
+                return prompt, sampling
             longest = longest_answer(pipe, past, prompt, sampling.max_new_tokens)
             return prompt, replace(sampling, max_new_tokens=longest)
 
         with decoding:
             shown = decoding.enter_context(self._shown(messages, max_new_tokens))
-            prompt, sampling = self._next_turn(prepare, max_new_tokens, fitted, turn)
+            prompt, sampling = self._next_turn(prepare, fitted)
             asked = _Asked(messages, prompt, prompt if whole is None else whole, turn, speaker)
             delivery = Delivery()
             pieces = self._answer(asked, sampling, start, tools, keep_part, delivery)
