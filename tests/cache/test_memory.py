@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from oscar_mm import OscarCache
+from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.memory import KINDS, token_bytes
@@ -86,6 +86,27 @@ def test_within_a_forward_pass() -> None:
         for layer in range(3):
             attend_oscar(cache, chunk(step, tokens), layer=layer)
             check_sums(cache)
+
+
+def test_layers_of_different_sizes() -> None:
+    cache = OscarCache(KVPolicy.preset("standard", balance=None))
+    for step, tokens in enumerate((300, 150)):
+        for layer, head_dim in enumerate((64, 128, 64, 128, 64)):
+            new = chunk(step, tokens, head_dim=head_dim)
+            attend_oscar(cache, new, layer=layer)
+            check_sums(cache)
+    store = cache.store
+    pools = [pool for layer in store.layers.values() for pool in layer.by_bits.values()]
+    report = store.memory()
+    assert report.pool_bytes == sum(pool.storage.nbytes for pool in pools)
+    used = sum(
+        store.allocators[bits].used * pool.bytes_each
+        for layer in store.layers.values()
+        for bits, pool in layer.by_bits.items()
+    )
+    assert report.used_bytes == used
+    cache.shrink()  # Reserved slots belong to no modality.
+    assert sum(store.bytes_by_modality().values()) == store.memory().used_bytes == cache.slot_bytes
 
 
 def test_numbers_of_a_report() -> None:
