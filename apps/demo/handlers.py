@@ -104,7 +104,7 @@ class Handlers:
     ) -> Iterator[tuple]:
         """Answer a message; if the message is refused, put it back into the input box."""
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
-        session = self._session(request)
+        session = self._changing(request)
         steps = session.ask(text, files, **self._options(temperature, longest))
         shown = self._answer_from_box(session, steps, text, files, scenario)
         yield from self._while_visited(request, session, shown)
@@ -137,7 +137,7 @@ class Handlers:
     ) -> Iterator[tuple]:
         """Answer the questions that were heard once the answer before has ended; also return the
         key of the speech once, and at the end the whole speech."""
-        session = self._session(request)
+        session = self._changing(request)
         options = self._options(temperature, longest)
         if heard := self._ears(session).take():
             try:
@@ -197,7 +197,7 @@ class Handlers:
         longest: float,
         scenario: Sequence[str],
     ) -> Iterator[tuple]:
-        session = self._session(request)
+        session = self._changing(request)
         try:
             text, files = session.take_back(key)
         except InputError as error:
@@ -218,7 +218,7 @@ class Handlers:
         return self._put_back(request, str(event.key), scenario)
 
     def _put_back(self, request: gr.Request, key: str | None, scenario: Sequence[str]) -> tuple:
-        session, box = self._session(request), _UNCHANGED
+        session, box = self._changing(request), _UNCHANGED
         with _errors_in_chat(session):
             text, files = session.take_back(key)
             box = gr.MultimodalTextbox(value={"text": text, "files": files})
@@ -245,7 +245,7 @@ class Handlers:
         def play(
             request: gr.Request, temperature: float, longest: float, *scenario: str
         ) -> Iterator[tuple]:
-            session = self._session(request)
+            session = self._changing(request)
             options = self._options(temperature, longest)
             shown = self._play(session, example, options, scenario)
             yield from self._while_visited(request, session, shown)
@@ -298,7 +298,7 @@ class Handlers:
 
     def compare(self, request: gr.Request, wanted: bool, *scenario: str) -> Iterator[tuple]:
         """Start or end the comparison with a 16-bit cache."""
-        session = self._session(request)
+        session = self._changing(request)
         yield from self._while_visited(request, session, self._compared(session, wanted, scenario))
 
     def _compared(
@@ -317,21 +317,21 @@ class Handlers:
 
     def undo(self, request: gr.Request, *scenario: str) -> tuple:
         """Undo the last question."""
-        session = self._session(request)
+        session = self._changing(request)
         with _errors_in_chat(session):
             session.undo()
         return self.all_parts(session, *scenario)
 
     def undo_at(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
         """Undo the chosen question and all later ones."""
-        session = self._session(request)
+        session = self._changing(request)
         with _errors_in_chat(session):
             session.undo(str(event.key))
         return self.all_parts(session, *scenario)
 
     def keep_heard(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
         """Remove what the visitor has not heard of an answer, whose speech was silenced."""
-        session, seconds = self._session(request), event.seconds
+        session, seconds = self._changing(request), event.seconds
         with _errors_as_messages():
             if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
                 raise InputError("seconds must be a number from 0 on")
@@ -384,7 +384,7 @@ class Handlers:
 
     def forget(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
         """Free the memory of the segment whose button was pressed."""
-        session = self._session(request)
+        session = self._changing(request)
         with _errors_in_chat(session):
             session.forget(event.index)
         return self.all_parts(session, *scenario)
@@ -416,17 +416,19 @@ class Handlers:
                 _log.warning("a title could not be stored: %s", error)
                 raise gr.Error("the title could not be stored", print_exception=False) from None
         elif event.action == "delete":
-            self.sessions.delete(chosen)
+            self.sessions.delete(chosen, str(request.session_hash))
         is_gone = chosen == session.id and session not in self.sessions
         return self.listed(request, ids, query), "" if is_gone else _UNCHANGED
 
     def follow(self, request: gr.Request, *scenario: str) -> Iterator[tuple]:
-        """Show the conversation as it is now, and an answer that is running until it ends."""
+        """Show the conversation as it is now, and an answer that is running until it ends; also
+        return the id, which is new if the conversation was deleted."""
         session = self._session(request)
         while session.is_answering and self.sessions.is_visited(str(request.session_hash), session):
-            yield self.all_parts(session, *scenario)
+            yield *self.all_parts(session, *scenario), _UNCHANGED
             time.sleep(1 / UPDATES_PER_S)
-        yield self.all_parts(self._session(request), *scenario)
+        session = self._session(request)
+        yield *self.all_parts(session, *scenario), session.id
 
     def save(self, request: gr.Request) -> tuple[Any, Any]:
         """Save the conversation to a file; return the path of the file and the history.
@@ -479,12 +481,13 @@ class Handlers:
             yield f'<p class="empty">{escape(str(error))}</p>'
 
     def open_page(self, request: gr.Request, session_id: str, *scenario: str) -> tuple:
-        """Show the conversation whose page a browser has loaded; also return the id."""
+        """Show the conversation whose page a browser has loaded; also return the id, and the
+        browser's session hash."""
         with _errors_as_messages():
             session = self.sessions.visit(str(request.session_hash), session_id)
         if session_id and session.id != session_id:
             gr.Info(self._why_new(session_id))
-        return *self.all_parts(session, *scenario), session.id
+        return *self.all_parts(session, *scenario), session.id, str(request.session_hash)
 
     def _why_new(self, session_id: str) -> str:
         model = self.sessions.model_of(session_id)
@@ -521,6 +524,12 @@ class Handlers:
     def _session(self, request: gr.Request) -> Session:
         with _errors_as_messages():
             return self.sessions.session(str(request.session_hash))
+
+    def _changing(self, request: gr.Request) -> Session:
+        """Return the session of a browser that is about to change it, and shows the change."""
+        session = self._session(request)
+        session.changed_by = str(request.session_hash)
+        return session
 
     def leave(self, request: gr.Request) -> None:
         """End the visit of a browser that closes or reloads the page."""

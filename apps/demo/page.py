@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from oscar_mm.apps.demo import formulas, live_speech, message_menu, shortcuts, visitor_input
+from oscar_mm.apps.demo.changes import WATCH_SCRIPT
 from oscar_mm.apps.demo.charts import NOT_INSPECTED
 from oscar_mm.apps.demo.conversation_list import (
     LIST_SCRIPT,
@@ -94,12 +95,6 @@ _LIST_SCRIPT = """() => [
   document.querySelector('#search input')?.value ?? '',
 ]"""
 _COPY_SCRIPT = "() => navigator.clipboard.writeText(location.href)"
-_RETURN_SCRIPT = """
-document.addEventListener('visibilitychange', () => {
-  if (!document.hidden && window.onhashchange) document.getElementById('follow').click();
-});
-"""
-"""Script that shows what another tab of the same conversation has changed."""
 _NEXT_PAGE_SCRIPT = """() => {
   const reload = async () => {
     const config = await (await fetch('config', {cache: 'no-store'})).json();
@@ -148,7 +143,7 @@ def _header(handlers: Handlers) -> None:
         f'2-bit KV cache</p><span class="chip">{escape(card.title)}</span>'
         '<button id="theme" type="button" aria-label="Switch between dark and light">◐</button>'
         "</header>",
-        js_on_load=_THEME_SCRIPT + _RETURN_SCRIPT + shortcuts.SCRIPT,
+        js_on_load=_THEME_SCRIPT + shortcuts.SCRIPT,
         elem_id="head",
     )
 
@@ -381,7 +376,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         parts["stop"].click(None, None, None, js=f"() => {{ {live_speech.QUIET}; }}", **private)
         kept = parts["voice"].input(handlers.keep_heard, scenario, all_outputs, **private)
         # The last update of the streamed answer may arrive later and show all of it again.
-        kept.success(handlers.follow, scenario, all_outputs, **answer)
+        kept.success(handlers.follow, scenario, moved, **answer)
         told = gr.Textbox(label="Heard", visible="hidden")
         hands = parts["hands"]
         heard = hands.input(handlers.hear, None, [told, parts["memory"]], **private)
@@ -427,16 +422,18 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
     loading = parts["load_model"].click(handlers.load_model, parts["other_model"], None, **private)
     loading.success(None, None, None, js=_NEXT_PAGE_SCRIPT, **private)
     parts["inspect"].click(handlers.inspect, None, parts["why"], **answer)
-    opened = page.load(
+    visitor = gr.Textbox(label="Visitor", visible="hidden")
+    page.load(
         handlers.open_page,
         [address, *scenario],
-        moved,
+        [*moved, visitor],
         js="(_, ...rest) => [location.hash.slice(1), ...rest]",
         **private,
     )
     follow = gr.Button("Follow", elem_id="follow", visible="hidden")
-    opened.success(handlers.follow, scenario, all_outputs, **answer)
-    follow.click(handlers.follow, scenario, all_outputs, **answer)
+    latest: dict[str, Any] = answer | {"trigger_mode": "always_last"}
+    follow.click(handlers.follow, scenario, moved, **latest)
+    visitor.change(None, visitor, None, js=WATCH_SCRIPT, **private)
     parts["fork"].click(handlers.fork, scenario, moved, **private)
     address.change(None, address, None, js=_ADDRESS_SCRIPT, **private)
     if "spoken" in parts:

@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from oscar_mm.apps.connections import Connection, ConnectionBounds
+from oscar_mm.apps.demo.changes import WORKER_SCRIPT
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.page import Isolation, icon_style
 from oscar_mm.apps.demo.sessions import Sessions
@@ -123,6 +124,8 @@ def _mounted(page: Any, sessions: Sessions, host: str, folder: Path) -> FastAPI:
     [page.app] = [route.app for route in app.routes if isinstance(route, Mount)]
     served: Any = page.app
     served.routes.insert(0, Route("/speech/{key}", partial(_speech, sessions)))
+    served.routes.insert(0, Route("/changes", partial(_changes, sessions)))
+    served.routes.insert(0, Route("/changes.js", _changes_worker))
     return app
 
 
@@ -131,3 +134,14 @@ async def _speech(sessions: Sessions, request: Request) -> Response:
     if (found := sessions.speech(request.path_params["key"])) is None:
         return PlainTextResponse("this speech is gone: ask again to hear an answer", 404)
     return StreamingResponse(found.lines(), media_type="application/x-ndjson")
+
+
+async def _changes(sessions: Sessions, request: Request) -> Response:
+    """Stream events to a browser, one whenever another page has changed a page's conversation."""
+    events = sessions.changes.stream(request.query_params.getlist("visitor"))
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+def _changes_worker(_: Request) -> Response:
+    return Response(WORKER_SCRIPT, media_type="text/javascript")

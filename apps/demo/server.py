@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S = 600, 6 * 3600
-_CONNECTIONS = 2 * MAX_VISITS + 128
-"""Maximum number of connections; a page keeps two open, and uses more while it loads."""
+_CONNECTIONS = 3 * MAX_VISITS + 128
+"""Maximum number of connections; a page keeps two open, its browser another, and uses more."""
 _GRADIO_FOLDER = "GRADIO_TEMP_DIR"
 _HEAD_S = 10.0
 """Maximum seconds to receive the head of a request."""

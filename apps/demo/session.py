@@ -67,6 +67,7 @@ class Session:
         ears: what hears the visitor hands-free; None before it is first used.
         aloud: speech of the latest answer to a recording of the visitor; None before the first.
         last_active: ``time.monotonic()`` of the visitor's last action.
+        changed_by: session hash of the browser that changed the conversation last, or "".
         is_unsaved: whether the conversation has changed since it was written to, or read from, the
             conversation folder.
     """
@@ -80,7 +81,7 @@ class Session:
         self._turn, self._stop, self._closed = threading.Lock(), threading.Event(), False
         # Acquired before ``_turn``, so that questions wait while the conversation is being written.
         self._writing, self.is_unsaved = threading.Lock(), False
-        self.name = ""
+        self.name = self.changed_by = ""
         self.ears: Ears | None = None
         self.aloud: LiveSpeech | None = None
         self._begin(settings or sessions.settings)
@@ -172,6 +173,7 @@ class Session:
             exchange = Exchange(*shown, options={"seed": seed, **options}, is_talk=is_talk)
             self._show(exchange)
             self.active = exchange
+            self.sessions.tell_others(self)
             aloud = LiveSpeech()
             if is_talk:
                 self.aloud, exchange.speech = aloud, aloud.key
@@ -261,6 +263,7 @@ class Session:
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
         """Answer with the 16-bit cache as well; end the comparison if this answer is incomplete."""
         complete, self.baseline_exchange = False, exchange
+        self.sessions.tell_others(self)
         try:
             with closing(self._texts(chat, exchange)) as texts:
                 for exchange.baseline in texts:
@@ -364,6 +367,7 @@ class Session:
             self.conversation.keep_heard(aloud, seconds)
             self._note_end(last)
             self.is_unsaved = True
+        self.sessions.tell_others(self)
         self.sessions.save_later(self)
 
     def wait_for_the_end(self) -> None:
@@ -563,6 +567,7 @@ class Session:
     def _release(self) -> None:
         """Allow other changes to the conversation, and write any changes in the background."""
         self._free_turn()
+        self.sessions.tell_others(self)
         if self.is_unsaved and not self._closed:
             self.sessions.save_later(self)
 

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oscar_mm.apps.demo.changes import Changes
 from oscar_mm.apps.demo.conversation_list import ID, MAX_TITLE, Summary, title_of
 from oscar_mm.apps.demo.live_speech import LiveSpeech
 from oscar_mm.apps.demo.measured_chat import MemorySample
@@ -91,6 +92,7 @@ class Sessions:
         # A browser that lost its connection returns with its previous session hash.
         self._former_visits: dict[str, str] = {}
         self._lock, self._closed = threading.Lock(), False
+        self.changes = Changes()
 
     def pipeline(self, policy: KVPolicy) -> Pipeline:
         """Return a pipeline for the model with this policy."""
@@ -222,13 +224,20 @@ class Sessions:
         elif self.folder is not None:
             self.folder.rename(session_id, name)
 
-    def delete(self, session_id: str) -> None:
-        """End a conversation and delete its files; do nothing if there is no such conversation."""
+    def delete(self, session_id: str, key: str = "") -> None:
+        """End a conversation and delete its files; do nothing if there is no such conversation.
+
+        Args:
+            session_id: ``Session.id``.
+            key: session hash of the browser that deletes it.
+        """
         with self._lock:
             session = self._sessions.pop(session_id, None)
         if session is not None:
             session.stop()
             self._give_up([session])
+            session.changed_by = key
+            self.tell_others(session)
         elif self.folder is not None and ID.fullmatch(session_id):
             self.folder.remove(session_id)
 
@@ -240,6 +249,16 @@ class Sessions:
         """Write a session to the conversation folder, if there is a folder, in the background."""
         if self.folder is not None and session in self:
             self.folder.save_later(session)
+
+    def tell_others(self, session: Session) -> None:
+        """Tell the pages of a conversation that another page has changed it."""
+        self.changes.tell(
+            *(
+                key
+                for key, visited in [*self._visits.items()]
+                if visited == session.id and key != session.changed_by
+            )
+        )
 
     def speech(self, key: str) -> LiveSpeech | None:
         """Return the speech with this key if it is a session's latest; otherwise None."""
@@ -362,6 +381,7 @@ class Sessions:
 
         Conversations that have not been saved are written to the folder first.
         """
+        self.changes.close()
         with self._lock:
             self._closed = True
             sessions = list(self._sessions.values())

@@ -846,18 +846,71 @@ def test_shortcuts(browser) -> None:
     assert browser.all("#clear")[0].get_attribute("aria-keyshortcuts") == "Control+Shift+O"
 
 
-def test_two_tabs_of_one_address(browser, served, uploads) -> None:
+def test_pages_of_one_address_stay_in_step(browser, served, uploads) -> None:
+    """Without a look at the other page, and without a second stream of a page's own answers."""
     set_length(browser, 6)
     browser.ask("What is it?", uploads / "0.png")
     with closing(Browser(browser.driver.current_url)) as other:
         other.wait(lambda: len(other.all("#history .asked")) == 1, "the conversation")
-        browser.ask("And now?")
-        # Its address is set after the conversation is shown; before, it does not look again.
         other.wait(lambda: other.run("return Boolean(window.onhashchange)"), "its address")
-        other.run("document.dispatchEvent(new Event('visibilitychange'))")
-        other.wait(lambda: len(other.all("#history .asked")) == 2, "what the first tab asked")
+        [box] = other.all("#message textarea")
+        box.send_keys("A question of its own")
+        set_length(browser, TOKENS)
+        browser.say("And now?")
+        other.wait(lambda: len(other.text("#live article")) > 30, "the answer as it grows")
+        assert browser.all("#live article"), "the answer has ended"
+        browser.wait_for_the_end()
         last = "#history .said:last-child p"
-        other.wait(lambda: other.text(last) == browser.text(last), "its answer")
+        other.wait(lambda: other.text(last) == browser.text(last), "the answer")
+        assert box.get_property("value") == "A question of its own"
+        browser.press("Undo")
+        other.wait(lambda: len(other.all("#history .asked")) == 1, "one question less")
+        other.run("document.querySelector('#segments button').click()")
+        browser.wait(lambda: "forgotten" in browser.text("#segments"), "the segment to go")
+        browser.press("Chats")
+        browser.wait(lambda: browser.all(".conversations a"), "the list")
+        old = other.driver.current_url
+        press_listed(browser, "delete", 0).accept()
+        other.wait(lambda: other.text("#history .welcome"), "an empty conversation")
+        other.wait(lambda: other.driver.current_url != old, "an address of its own")
+        assert other.complaints() == []
+
+
+def test_windows_of_one_browser_stay_in_step(browser) -> None:
+    """Browsers allow six connections to one server, so the windows share one that is idle."""
+    set_length(browser, 6)
+    browser.ask("First?")
+    first, address = browser.driver.current_window_handle, browser.driver.current_url
+    others = []
+    for _ in range(3):
+        browser.driver.switch_to.new_window("window")
+        browser.open(address)
+        browser.wait(lambda: questions(browser) == ["First?"], "the conversation")
+        others.append(browser.driver.current_window_handle)
+    browser.driver.switch_to.window(first)
+    browser.ask("Second?")
+    for handle in others:
+        browser.driver.switch_to.window(handle)
+        browser.wait(lambda: questions(browser) == ["First?", "Second?"], "what was asked")
+        browser.driver.close()
+    browser.driver.switch_to.window(first)
+
+
+def test_a_tab_out_of_sight_catches_up(browser, served) -> None:
+    set_length(browser, 6)
+    browser.ask("First?")
+    first = browser.driver.current_window_handle
+    address = browser.driver.current_url
+    browser.driver.switch_to.new_window("tab")
+    browser.open(address)
+    browser.wait(lambda: questions(browser) == ["First?"], "the conversation")
+    browser.ask("Second?")
+    second = browser.driver.current_window_handle
+    browser.driver.switch_to.window(first)
+    browser.wait(lambda: questions(browser) == ["First?", "Second?"], "what the tab missed")
+    browser.driver.switch_to.window(second)
+    browser.driver.close()
+    browser.driver.switch_to.window(first)
 
 
 def test_a_question_is_shown_wherever_one_was_reading(browser, uploads) -> None:

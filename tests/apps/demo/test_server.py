@@ -238,10 +238,9 @@ def test_a_visitor_who_returns_continues_and_another_leaves_nothing(
         session = sessions.session("s5")
     until(lambda: "s5" not in sessions._visits)
     assert budget.used_bytes > used
-    *parts, address = call(client, served, "open_page", [session.id, *WHERE], "s7")[-1]["output"][
-        "data"
-    ]
-    assert "What?" in parts[0] and address == session.id
+    sent = call(client, served, "open_page", [session.id, *WHERE], "s7")[-1]
+    *parts, address, visitor = sent["output"]["data"]
+    assert "What?" in parts[0] and address == session.id and visitor == "s7"
     assert sessions.session("s7") is session
     monkeypatch.setattr(sessions_module, "MAX_UNVISITED_S", -1.0)
     sessions.leave("s7")
@@ -258,7 +257,7 @@ def test_a_conversation_goes_on_after_a_restart(pipe, uploads, tmp_path) -> None
             data = [ids[-1], *WHERE]
             parts = call(visitor, page, "open_page", data, "s1")[-1]["output"]["data"]
             histories.append(parts[0])
-            ids.append(parts[-1])
+            ids.append(parts[-2])
             message = {"text": "What?", "files": [upload(visitor, uploads / "0.png")]}
             assert call(visitor, page, "ask", [message, 0, 9, *WHERE], "s1")[-1]["success"]
     assert ids[1] == ids[2]
@@ -273,6 +272,23 @@ def test_a_page_that_ends_leaves_an_earlier_one_its_files(pipe, served, client, 
     sent = call(client, served, "ask", [message, 0, 9, *WHERE], "s8")
     assert sent[-1]["success"] and "broken.png" in json.dumps(sent[-1]["output"]["data"][-1])
     assert os.environ["GRADIO_TEMP_DIR"] == str(served.sessions.folders[0])
+
+
+def test_a_page_is_told_what_others_change(pipe) -> None:
+    """And a page that listens does not delay the end of the server."""
+    with httpx.Client(timeout=60) as client:
+        with serve_page(pipe, COMPACT, bind("127.0.0.1", 0)) as page:
+            client.base_url = page.address
+            own = page.sessions.session("s1")
+            call(client, page, "open_page", [own.id, *WHERE], "s2")
+            sent = client.build_request("GET", "changes", params={"visitor": "s1"})
+            lines = client.send(sent, stream=True).iter_lines()
+            assert next(lines) == ":", "the page knows that it will be told"
+            message = {"text": "What?", "files": []}
+            assert call(client, page, "ask", [message, 0, 9, *WHERE], "s2")[-1]["success"]
+            assert next(line for line in lines if line) == "data: s1"
+            began = time.monotonic()
+        assert time.monotonic() - began < 3
 
 
 BEATS = b"GET /gradio_api/heartbeat/s1 HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -55,6 +55,34 @@ def test_an_answer_that_ends_elsewhere_shows_nothing_here(sessions, tmp_path, up
     assert "And?" in str(last[0]) or last[1] == ""
 
 
+@pytest.mark.parametrize("change", ["ask", "undo", "compare", "forget", "delete"])
+def test_only_other_pages_are_told_of_a_change(
+    sessions, tmp_path, uploads, monkeypatch, change
+) -> None:
+    handlers, scenario = Handlers(sessions, tmp_path), (GPU, MODEL, LENGTH)
+    request: Any = SimpleNamespace(session_hash="a")
+    session = sessions.session("a")
+    asked(session, "What?", uploads / "0.png")
+    sessions.visit("b", session.id)
+    sessions.session("c")
+    told: list[str] = []
+    monkeypatch.setattr(sessions.changes, "tell", lambda *keys: told.extend(keys))
+    if change == "ask":
+        list(handlers.ask(request, {"text": "And?"}, 0.0, 4, *scenario))
+    elif change == "undo":
+        handlers.undo(request, *scenario)
+    elif change == "compare":
+        list(handlers.compare(request, True, *scenario))
+    elif change == "forget":
+        segments = session.conversation.segments
+        [image] = [one for one in segments if one.modality is Modality.IMAGE]
+        handlers.forget(request, SimpleNamespace(index=image.index), *scenario)
+    else:
+        event: Any = SimpleNamespace(action="delete", id=session.id)
+        handlers.change_listed(request, event, session.id, "")
+    assert set(told) == {"b"}
+
+
 def test_a_conversation_is_deleted_while_it_answers(sessions, tmp_path) -> None:
     handlers, scenario = Handlers(sessions, tmp_path), (GPU, MODEL, LENGTH)
     request: Any = SimpleNamespace(session_hash="a")
