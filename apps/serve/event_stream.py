@@ -82,7 +82,9 @@ class EventStream(StreamingResponse):
 
     def __init__(self, answers: AnswerSet, written: AnswerFormat, scope: Scope) -> None:
         note_refusal(scope, str(ClientGone()))  # Applies unless the stream ends differently.
-        headers, events = {"Cache-Control": "no-cache"}, _events(answers, written, scope)
+        # nginx would send the events together, at the end.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        events = _events(answers, written, scope)
         super().__init__(events, headers=headers, media_type=_media_type(written))
         self._answers = answers
 

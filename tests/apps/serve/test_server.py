@@ -131,9 +131,9 @@ def test_an_unknown_past_is_read(omni, client) -> None:
 
 def test_streamed(client) -> None:
     whole = ask(client, SHOWN, max_tokens=12)
-    parts = list(
-        ask(client, SHOWN, max_tokens=12, stream=True, stream_options={"include_usage": True})
-    )
+    stream = ask(client, SHOWN, max_tokens=12, stream=True, stream_options={"include_usage": True})
+    assert stream.response.headers["x-accel-buffering"] == "no", "nginx sends each part at once"
+    parts = list(stream)
     assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == (
         whole.choices[0].message.content
     )
