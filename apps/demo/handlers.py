@@ -458,8 +458,8 @@ class Handlers:
         return str(path)
 
     def share(self) -> None:
-        """Say what a copied link is good for."""
-        gr.Info("The link is copied: whoever has it can continue and delete this conversation.")
+        """Say what the link of the conversation is good for."""
+        gr.Info("Whoever has the link can continue and delete this conversation.")
 
     def transcript(self, request: gr.Request) -> str:
         """Write the questions and answers to a file, and return its path."""

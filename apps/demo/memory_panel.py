@@ -295,14 +295,15 @@ def segment_table(
             '<p class="empty">What you show and ask is listed here, with its tokens and bytes.</p>'
         )
     media = {turn: iter(htmls) for turn, htmls in enumerate(previews)}
-    rows = "".join(
-        _segment_row(
-            segment,
-            "" if segment.modality is Modality.TEXT else next(media[segment.turn], ""),
-            forgets=forgets,
-        )
-        for segment in segments
-    )
+    numbers: Counter[Modality] = Counter()
+    rows = ""
+    for segment in segments:
+        kind, preview = KINDS.get(segment.modality), ""
+        if kind is not None:
+            numbers[segment.modality] += 1
+            preview = next(media[segment.turn], "")
+        name = f"{kind} {numbers[segment.modality]}" if kind else ""
+        rows += _segment_row(segment, preview, name, forgets=forgets)
     return (
         '<table class="segments"><caption class="sr">Segments of the conversation</caption>'
         '<thead><tr><th scope="col" class="what">Segment</th><th scope="col">Tokens</th>'
@@ -311,8 +312,10 @@ def segment_table(
     )
 
 
-def _segment_row(segment: Segment, preview: str, *, forgets: bool) -> str:
+def _segment_row(segment: Segment, preview: str, name: str, *, forgets: bool) -> str:
+    """Return the row of a segment, given the name of a medium in the conversation, or ""."""
     label, kind = escape(segment.label), segment.modality.label
+    number = f'<a href="#" data-show="{name}">{name}</a>' if name else kind
     mark = preview or f'<i class="glyph c-{kind}" aria-hidden="true">{kind[0].upper()}</i>'
     action = ""
     if segment.forgotten:
@@ -325,7 +328,7 @@ def _segment_row(segment: Segment, preview: str, *, forgets: bool) -> str:
     return (
         f'<tr class="{"is-gone" if segment.forgotten else ""}"><th scope="row"><div class="piece">'
         f'<span class="mark">{mark}</span><span class="name"><b>{label}</b>'
-        f'<small class="c-{kind}">{kind}</small></span></div></th>'
+        f'<small class="c-{kind}">{number}</small></span></div></th>'
         f"<td>{segment.tokens:,}</td><td>{format_bytes(segment.bytes)}</td><td>{action}</td></tr>"
     )
 

@@ -19,7 +19,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oscar_mm.apps.demo import formulas, live_speech, message_menu, shortcuts, visitor_input
+from oscar_mm.apps.demo import (
+    file_drop,
+    formulas,
+    live_speech,
+    media_links,
+    message_menu,
+    shortcuts,
+    visitor_input,
+)
 from oscar_mm.apps.demo.changes import WATCH_SCRIPT
 from oscar_mm.apps.demo.charts import NOT_INSPECTED
 from oscar_mm.apps.demo.conversation_list import (
@@ -94,7 +102,10 @@ _LIST_SCRIPT = """() => [
   localStorage.getItem('oscar-mm-conversations') ?? '',
   document.querySelector('#search input')?.value ?? '',
 ]"""
-_COPY_SCRIPT = "() => navigator.clipboard.writeText(location.href)"
+_COPY_SCRIPT = """() => navigator.clipboard?.writeText(location.href)
+  ?? prompt('The link of this conversation', location.href)"""
+"""Script that copies the link; pages on http without TLS have no clipboard, unless this machine
+serves them."""
 _NEXT_PAGE_SCRIPT = """() => {
   const reload = async () => {
     const config = await (await fetch('config', {cache: 'no-store'})).json();
@@ -143,7 +154,7 @@ def _header(handlers: Handlers) -> None:
         f'2-bit KV cache</p><span class="chip">{escape(card.title)}</span>'
         '<button id="theme" type="button" aria-label="Switch between dark and light">◐</button>'
         "</header>",
-        js_on_load=_THEME_SCRIPT + shortcuts.SCRIPT,
+        js_on_load=_THEME_SCRIPT + shortcuts.SCRIPT + file_drop.SCRIPT,
         elem_id="head",
     )
 
@@ -155,7 +166,9 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
     with gr.Column(elem_id="transcript"):
         script = formulas.script() + SCROLL_SCRIPT
         history = _HTML(
-            initial["history"], js_on_load=script + message_menu.SCRIPT, elem_id="history"
+            initial["history"],
+            js_on_load=script + message_menu.SCRIPT + media_links.SCRIPT,
+            elem_id="history",
         )
         live = _HTML("", js_on_load=script, elem_id="live")
         examples = _example_buttons(supports_audio=Modality.AUDIO in reads)

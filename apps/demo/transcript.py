@@ -391,10 +391,11 @@ def _menu_button(exchange: Exchange, number: int) -> str:
 
 
 def _figure(preview: Preview, numbers: Counter[str] | None) -> str:
-    name, caption = escape(preview.name), "not seen"
+    name, caption, mark = escape(preview.name), "not seen", ""
     if numbers is not None:
         numbers[preview.kind] += 1
         caption = f"{preview.kind} {numbers[preview.kind]}"
+        mark = f' data-name="{caption}"'
     body = preview.html or '<span class="missing" aria-hidden="true">?</span>'
     if preview.path is not None:
         address = f"gradio_api/file={quote(str(preview.path))}"
@@ -410,7 +411,7 @@ def _figure(preview: Preview, numbers: Counter[str] | None) -> str:
             )
         else:
             body = f'<a href="{address}" target="_blank" rel="noopener" title="{name}">{body}</a>'
-    return f'<figure class="{preview.kind}">{body}<figcaption>{caption}</figcaption></figure>'
+    return f'<figure class="{preview.kind}"{mark}>{body}<figcaption>{caption}</figcaption></figure>'
 
 
 def _source(picture: str) -> str:

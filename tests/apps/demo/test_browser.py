@@ -1,5 +1,6 @@
 """The page in a real browser: python -m pytest -m browser (Debian: chromium, chromium-driver)."""
 
+import base64
 import json
 import re
 import time
@@ -844,6 +845,63 @@ def test_shortcuts(browser) -> None:
     browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
     browser.wait(lambda: browser.run("return location.hash") != first, "its address")
     assert browser.all("#clear")[0].get_attribute("aria-keyshortcuts") == "Control+Shift+O"
+
+
+DROP = """
+const [kind, selector, name, bytes] = arguments;
+const data = new DataTransfer(), file = Uint8Array.from(atob(bytes), (one) => one.charCodeAt(0));
+data.items.add(new File([file], name, {type: 'image/png'}));
+const options = {bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data};
+const event = kind === 'paste' ? new ClipboardEvent(kind, options) : new DragEvent(kind, options);
+document.querySelector(selector).dispatchEvent(event);
+return event.defaultPrevented;
+"""
+
+
+def test_files_are_dropped_or_pasted_anywhere(browser, served, uploads) -> None:
+    def send(kind: str, selector: str, name: str) -> bool:
+        data = base64.b64encode((uploads / name).read_bytes()).decode()
+        return browser.run(DROP, kind, selector, name, data)
+
+    marked = "return document.body.hasAttribute('data-dropping')"
+    assert send("dragover", "#segments", "0.png") and browser.run(marked)
+    assert send("drop", "#segments", "0.png") and not browser.run(marked)
+    thumbnails = "#message .thumbnail-item"
+    browser.wait(lambda: len(browser.all(thumbnails)) == 1, "the dropped file")
+    send("drop", "#message textarea", "1.png")
+    browser.wait(lambda: len(browser.all(thumbnails)) == 2, "the file dropped on the message")
+    assert send("paste", "#transcript", "2.png")
+    browser.wait(lambda: len(browser.all(thumbnails)) == 3, "the pasted file")
+    set_length(browser, 6)
+    browser.say("What is it?")
+    browser.wait(lambda: len(browser.all("#history .asked img")) == 3, "the question")
+    browser.wait_for_the_end()
+    names = [preview.name for preview in newest(served).exchanges[0].previews]
+    assert names == ["0.png", "1.png", "2.png"]
+
+
+def test_names_of_pictures_lead_to_them(browser, served, uploads) -> None:
+    set_length(browser, TOKENS)
+    for names in (["0.png"], ["1.png", "2.png"]):
+        browser.ask("What is it?", *(uploads / name for name in names))
+    with answering(served.sessions.pipe, "Picture 3, unlike picture 9 or `picture 1`.\n\n"):
+        browser.ask("Which is unlike picture 1?")
+    links = browser.all("#history [data-show]")
+    assert [link.text for link in links] == ["picture 1", "Picture 3"]
+    assert {link.value_of_css_property("text-decoration-line") for link in links} == {"underline"}
+    third = "#history figure[data-name='picture 3']"
+    for link in (links[0], browser.all("#segments [data-show='picture 1']")[0]):
+        browser.run("document.querySelector('#transcript').scrollTop = 1e6")
+        browser.wait(lambda: not is_in_sight(browser, "#history figure[data-name='picture 1']"), "")
+        browser.run("arguments[0].click()", link)
+        browser.wait(lambda: is_in_sight(browser, "#history figure[data-name='picture 1']"), "it")
+        focused = browser.driver.switch_to.active_element
+        assert focused.get_attribute("title") == "0.png"
+    links[1].send_keys(Keys.ENTER)
+    browser.wait(lambda: is_in_sight(browser, third), "picture 3")
+    assert browser.driver.switch_to.active_element.get_attribute("title") == "2.png"
+    assert newest(served).id in browser.driver.current_url
+    assert browser.accessibility_violations() == [] and browser.faint_texts() == []
 
 
 def test_pages_of_one_address_stay_in_step(browser, served, uploads) -> None:

@@ -205,11 +205,14 @@ def test_views_of_a_conversation(session, uploads) -> None:
     assert "next answer is compared" in comparison_view(session)
     asked(session, "What?", uploads / "0.png", uploads / "tone.wav")
     table = segments_view(session)
+    assert re.findall('data-show="([^"]*)', table) == ["picture 1", "clip 1"]
     assert table.count("<button") == 2 and 'aria-label="Forget tone.wav"' in table
     assert table.count("<img") == 1 and table.count("waveform of") == 1
     session.forget(1)
     table = segments_view(session)
     assert table.count("<button") == 1 and "forgotten" in table
+    asked(session, "And?", uploads / "1.png")
+    assert "picture 2" in segments_view(session), "the number in questions"
     compared = comparison_view(session)
     assert compared.count("<section>") == 2 and 'role="status"' in compared
     assert "bits: text 2, image 2" in status_view(session)
