@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from oscar_mm.engine.sampling import SamplingOptions
 from oscar_mm.errors import InputError, suggestion
+from oscar_mm.media.options import MediaOptions
 
 
 class LoadingOptions(TypedDict, total=False):
@@ -60,7 +61,10 @@ _ELSEWHERE = {
     "image_processor": _PROCESSOR,
     "load_in_4bit": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,
+    "images_kwargs": "pass its entries with each request",
     "low_cpu_mem_usage": "leave it out; weights are never in memory twice",
+    "padding_side": "leave it out; requests are not padded",
+    "processor_kwargs": _PROCESSOR,
     "task": "leave it out",
     "tokenizer": _PROCESSOR,
     "tp_size": "pass tp_plan='auto'",
@@ -120,7 +124,7 @@ def _checked(model_kwargs: Any) -> dict[str, Any]:
 def _remedy(name: str, arguments: Mapping[str, Any]) -> str:
     if name in _ELSEWHERE:
         return _ELSEWHERE[name].format(name=name)
-    if name in SamplingOptions.__annotations__:
+    if name in SamplingOptions.__annotations__ or name in MediaOptions.__annotations__:
         return f"pass {name}=... with each request"
     meant = suggestion(name, [*arguments, *_NAMES])
     return f"other arguments of from_pretrained go into model_kwargs={{{name!r}: ...}}{meant}"

@@ -86,6 +86,7 @@ def test_quantization_config(qwen3_vl_folder, monkeypatch) -> None:
     ("arguments", "words"),
     [
         ({"max_contxt": 5}, "unknown argument max_contxt: .* did you mean max_context?"),
+        ({"max_pixels": 50_000}, "max_pixels: pass max_pixels=... with each request"),
         ({"variant": "fp16"}, r"unknown argument variant: .* model_kwargs={'variant': \.\.\.}"),
         ({"load_in_4bit": True}, r"quantization_config=BitsAndBytesConfig\(load_in_4bit=True\)"),
         ({"use_auth_token": "a"}, "pass token="),
@@ -147,6 +148,8 @@ def test_options_as_transformers_has_them(qwen) -> None:
         ({"do_sample": True, "temperature": 0}, "contradict"),
         ({"min_new_tokens": 2, "min_tokens": 2}, "are the same"),
         ({"eos_token_id": torch.ones(2)}, "stop_token_ids"),
+        ({"assistant_model": object()}, "drafts=True of the pipeline"),
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5: leave it out"),
     ],
 )
 def test_refused_options(qwen, options: dict[str, Any], words: str) -> None:
