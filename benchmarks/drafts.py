@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from benchmarks.cache_variants import VARIANTS, Decoder, Oscar
@@ -25,6 +26,7 @@ from oscar_mm.engine.sampling import Sampler
 from oscar_mm.fast_decode.draft_runner import DraftRunner
 from oscar_mm.fast_decode.drafts import Drafts
 from oscar_mm.fast_decode.graph_runner import GraphRunner
+from oscar_mm.ops.decode_tables import upload
 from oscar_mm.tensor_parallel import TPGroup
 
 CONTEXTS, TINY_CONTEXTS, COUNTS = (2048,), (300,), (1, 2, 3)
@@ -72,11 +74,14 @@ class DraftLoop:
             self.ordinary_step()
             return 1
         drafts = verified.tokens.to("cpu", non_blocking=True)
-        tokens, accepted = self._choose(verified.logits).listed(), 0
-        drafts.tolist()
+        chosen, accepted = self._choose(verified.logits), 0
         while accepted < self._count and self._random.random() < self._right:
             accepted += 1
-        self._token = tokens[accepted]
+        # Otherwise, only the device would know the number now.
+        right = upload(np.array([accepted]), self._device)
+        self._passes.launch_following(chosen.tokens, right)
+        self._token = chosen.listed()[accepted]
+        drafts.tolist()
         self._position += 1 + accepted
         self._passes.finish(accepted, self._token)
         return 1 + accepted

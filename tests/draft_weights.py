@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText
 
 from oscar_mm.engine.decode_runner import DecodeRunner, RequestState
 from oscar_mm.fast_decode.decoder import FastDecoder
-from oscar_mm.fast_decode.draft_runner import DraftRunner
 from oscar_mm.fast_decode.drafts import Drafts
 
 
@@ -61,36 +60,32 @@ class Oracle:
         self.passes = 0
         padded = [*answer, *[0] * 8]
         drafts = [abs(x - 1) if place in wrong else x for place, x in enumerate(padded)]
-        known: dict[Any, torch.Tensor] = {}
-        first = place = 0
+        known: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        positions = torch.zeros(0)
+        place = 0
 
         def step(
             runner: Any, row: RequestState, *, ahead: bool, run: Any = DecodeRunner._step_drafted
         ) -> bool:
-            nonlocal first
-            first = row.position - len(row.tokens) + 1
+            device = runner._device
+            if device not in known:
+                known[device] = torch.tensor(drafts, device=device), torch.tensor(0, device=device)
+            known[device][1].fill_(row.position - len(row.tokens) + 1)
             self.passes += 1
             return run(runner, row, ahead=ahead)
 
-        def launched(
-            runner: DraftRunner, token: int, at: int, *given: int, run: Any = DraftRunner._launched
-        ) -> Any:
-            start, device = at - first + 1, runner._inputs.device
-            own = known.setdefault(device, torch.zeros(8, dtype=torch.long, device=device))
-            own.copy_(torch.tensor(drafts[start : start + 8]))
-            return run(runner, token, at, *given)
-
-        def verified(decoder: Any, *given: Any, run: Any = FastDecoder.verified) -> Any:
-            nonlocal place
-            place = 0
-            return run(decoder, *given)
+        def verified(decoder: Any, ids: Any, where: torch.Tensor, *given: Any) -> Any:
+            nonlocal place, positions
+            place, positions = 0, where.flatten(0, -3)[-1] if where.ndim > 2 else where
+            return run_verified(decoder, ids, where, *given)
 
         def draft(decoder: Any, rows: torch.Tensor, drafts: Any) -> torch.Tensor:
             nonlocal place
+            tokens, first = known[rows.device]
             place += 1
-            return known[rows.device][place - 1 : place]
+            return tokens[positions[place - 1] + 1 - first]
 
+        run_verified = FastDecoder.verified
         monkeypatch.setattr(DecodeRunner, "_step_drafted", step)
-        monkeypatch.setattr(DraftRunner, "_launched", launched)
         monkeypatch.setattr(FastDecoder, "verified", verified)
         monkeypatch.setattr(FastDecoder, "draft", draft)

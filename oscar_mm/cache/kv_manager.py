@@ -357,13 +357,13 @@ class KVCacheManager:
         return after, _PlannedStep(step, version, modalities, {0: row})
 
     def _make_room(self, sequence: SequenceTable, count: int) -> None:
-        """Let a sequence keep ``count`` spare slots from now on, and grow pools for the tokens of
-        two chained steps of ``count`` tokens."""
+        """Let a sequence keep ``count`` spare slots from now on, and grow pools for the tokens of a
+        chained step of ``count`` tokens and of the two after it."""
         sequence.keeps = count
         if (missing := sequence.keeps - len(sequence.spare)) > 0:
             self.changes += 1
             sequence.spare = sequence.spare + self.allocators[PLAIN].allocate(missing)
-        self.allocators[PLAIN].ensure_free(2 * count)
+        self.allocators[PLAIN].ensure_free(3 * count)
         self.allocators[self.policy.bits_for(Modality.TEXT)].ensure_free(1)
 
     @property

@@ -20,6 +20,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 MARK_BYTES = 1 << 30
 """Maximum size of the copies that a cache keeps, in bytes; the latest copy is kept in any case."""
+_ALIGNED = 64
+"""Elements to whose multiples states in a ``StateChain`` are aligned."""
 
 
 def layers_of_states(config: Any) -> list[str]:
@@ -125,7 +127,12 @@ class LinearLayer(LinearAttentionLayer):
     def joined(cls, layers: Sequence[LinearLayer]) -> LinearLayer:
         """Return a layer with the rows of several, in order."""
         parts = zip(*(layer.states for layer in layers), strict=True)
-        return layers[0]._with(lambda _: torch.cat(next(parts)))
+        return layers[0].with_states(map(torch.cat, parts))
+
+    def with_states(self, states: Iterable[torch.Tensor]) -> LinearLayer:
+        """Return a layer with these tensors, in the order of ``states``."""
+        given = iter(states)
+        return self._with(lambda _: next(given))
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearLayer:
         """Return a copy whose tensors ``change`` has replaced, in the order of ``states``."""
@@ -331,8 +338,8 @@ class StateChain:
     def __init__(self, count: int) -> None:
         self._count = count
         self._after: list[dict[int, LinearLayer]] = []
-        self._sources: list[list[list[torch.Tensor]]] = []
-        """For each token, the states after it, by dtype."""
+        self._blocks: list[_StateBlock] = []
+        """The states in ``_after``, one block for each dtype."""
 
     def rows(self, row: StateRow) -> list[StateRow]:
         """Return a row for each token, which reads the states after the token before and writes
@@ -343,8 +350,13 @@ class StateChain:
         """
         if not self._after:
             mine = {i: x for i, x in enumerate(row.layers) if isinstance(x, LinearLayer)}
-            self._after = [{i: x.empty() for i, x in mine.items()} for _ in range(self._count)]
-            self._sources = [_by_dtype(after.values()) for after in self._after]
+            self._blocks = [_StateBlock(states, self._count) for states in _by_dtype(mine.values())]
+            by_dtype = {block.dtype: iter(zip(*block.rows, strict=True)) for block in self._blocks}
+            self._after = [{} for _ in range(self._count)]
+            for index, layer in mine.items():
+                states = [next(by_dtype[state.dtype]) for state in layer.states]
+                for after, own in zip(self._after, zip(*states, strict=True), strict=True):
+                    after[index] = layer.with_states(own)
         later = [[after.get(index) for index in range(len(row.layers))] for after in self._after]
         layers = [row.layers, *later[:-1]]
         return [StateRow(own, after, 0) for own, after in zip(layers, self._after, strict=True)]
@@ -353,15 +365,49 @@ class StateChain:
         """Return the tensors of a row's states, grouped by dtype, for ``take``."""
         return _by_dtype(row.layers[index] for index in self._after[0])
 
-    def take(self, targets: Sequence[list[torch.Tensor]], token: int) -> None:
+    def take(self, targets: Sequence[list[torch.Tensor]], token: int | torch.Tensor) -> None:
         """Copy the states after a token to those of the row.
 
         Args:
             targets: see ``targets``.
-            token: index of the token.
+            token: index of the token, or (1,) int64 on the device.
         """
-        for some, sources in zip(targets, self._sources[token], strict=True):
-            torch._foreach_copy_(some, sources)  # pyright: ignore[reportPrivateImportUsage]
+        for some, block in zip(targets, self._blocks, strict=True):
+            # One launch for all layers.
+            torch._foreach_copy_(some, block.row(token))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _StateBlock:
+    """Copies of states of one dtype in one tensor, so that a device can choose among them.
+
+    Args:
+        states: states whose shapes the copies have.
+        count: number of copies.
+    """
+
+    def __init__(self, states: Sequence[torch.Tensor], count: int) -> None:
+        self.dtype = states[0].dtype
+        # Kernels read several elements at once, so each state is aligned.
+        sizes = [-(-state.numel() // _ALIGNED) * _ALIGNED for state in states]
+        shapes = [state.shape for state in states]
+        whole = states[0].new_empty((count + 1, sum(sizes)))
+        self._copies, self._chosen = whole[:count], whole[count:]
+        *self.rows, self._chosen_row = (
+            [
+                part[: shape.numel()].view(shape)
+                for part, shape in zip(row.split(sizes), shapes, strict=True)
+            ]
+            for row in whole
+        )
+        """The states of each copy."""
+
+    def row(self, index: int | torch.Tensor) -> list[torch.Tensor]:
+        """Return the states of a copy; a later call with a tensor overwrites those of an earlier
+        one."""
+        if isinstance(index, int):
+            return self.rows[index]
+        torch.index_select(self._copies, 0, index, out=self._chosen)
+        return self._chosen_row
 
 
 def _by_dtype(layers: Iterable[LinearLayer]) -> list[list[torch.Tensor]]:

@@ -565,6 +565,42 @@ class _Room(NamedTuple):
         return cls(longest, whole, Tables.within(whole, arrays))
 
 
+class StagedTables(NamedTuple):
+    """Tables of a step that are yet to be written to a graph's tensors.
+
+    Attributes:
+        targets: tensors that the graph reads, on one device.
+        content: their new elements, one tensor after the other; (elements,) int32 on the host.
+    """
+
+    targets: list[torch.Tensor]
+    content: torch.Tensor
+
+    def write(self) -> None:
+        """Write the tables."""
+        self._write(self.content)
+
+    @staticmethod
+    def write_one_of(choices: Sequence[StagedTables], index: torch.Tensor) -> None:
+        """Write one of several tables that have the same targets.
+
+        Args:
+            choices: the tables.
+            index: (1,) int64 on the device: which of them.
+        """
+        first = choices[0]
+        shape, device = (len(choices), len(first.content)), first.targets[0].device
+        uploaded = torch.empty(shape, dtype=first.content.dtype, device=device)
+        for row, one in zip(uploaded, choices, strict=True):
+            row.copy_(one.content, non_blocking=True)
+        first._write(uploaded.index_select(0, index)[0])
+
+    def _write(self, content: torch.Tensor) -> None:
+        parts = content.split([target.numel() for target in self.targets])
+        for target, part in zip(self.targets, parts, strict=True):
+            target.copy_(part.view(target.shape), non_blocking=True)
+
+
 class GraphTables:
     """Fixed-address copies of a step's tables, updated in place for CUDA graph replay.
 
@@ -656,9 +692,8 @@ class GraphTables:
                 tables[_name(bits, "begins", places)] = places.begins(bits, begins)
         return tables
 
-    def staged(self, step: StepPlan) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Return pairs of a tensor that ``write`` would write to and its new content on the host;
-        None if one is too small."""
+    def staged(self, step: StepPlan) -> StagedTables | None:
+        """Return what ``write`` would write; None if a tensor is too small."""
         found = list[tuple[torch.Tensor, np.ndarray]]()
         for (attention, _), room in self._rooms.items():
             arrays = arrays_of(*attention.over(step.past, step.steady), room.longest)
@@ -671,8 +706,7 @@ class GraphTables:
         targets, arrays = zip(*found, strict=True)
         # One pinned tensor for all, since pinning takes time for each.
         whole = _on_host(np.concatenate([array.ravel() for array in arrays]), targets[0])
-        parts = whole.split([target.numel() for target in targets])
-        return [(one, part.view(one.shape)) for one, part in zip(targets, parts, strict=True)]
+        return StagedTables(list(targets), whole)
 
     def write(self, step: StepPlan) -> None:
         """Write all tables of a step that ``takes`` accepts."""

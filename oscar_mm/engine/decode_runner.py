@@ -83,6 +83,16 @@ class RequestState:
         """Whether the next token is the last that ``max_new_tokens`` allows."""
         return len(self.tokens) + 1 >= self._max_tokens
 
+    @property
+    def tokens_left(self) -> int:
+        """Number of tokens that ``max_new_tokens`` still allows."""
+        return self._max_tokens - len(self.tokens)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the text of a token may end the row; for subclasses."""
+        return False
+
     def take(self, token: int) -> None:
         """Append a sampled token; ``BROKEN`` ends the row with an error."""
         if token == BROKEN:
@@ -147,6 +157,8 @@ class DecodeRunner:
         self._drafts: DraftRunner | None = None
         self._pass_sampler: Sampler | None = None
         """Sampler of all tokens of a pass with drafts, for the current row; None until needed."""
+        self._ends = torch.zeros(0, dtype=torch.long, device=device)
+        """Ids of the end tokens of the row that ``_pass_sampler`` is for."""
         self._tokens: torch.Tensor | None = None
         """(batch,) ids of each row's last token on the device; None if only the host has them."""
 
@@ -280,36 +292,46 @@ class DecodeRunner:
         self._tokens = None
         drafts = verified.tokens[1:].to("cpu", non_blocking=True)
         row.drafted += len(drafts)
-        self._before_wait()
-        for place, (token, logprob) in enumerate(self._choices(row, verified.logits)):
+        sampling, launched = row.sampler.sampling, False
+        # Penalties depend on the tokens before, and a seed's generator must not draw for tokens
+        # after a rejected draft.
+        if sampling.edits_logits or sampling.seed is not None:
+            self._before_wait()
+            choices = self._one_by_one(row, verified.logits)
+        else:
+            if self._pass_sampler is None:
+                self._pass_sampler = self._sampler_of([row] * (1 + len(drafts)))
+                self._ends = upload(np.array([*row.end_tokens], np.int64), self._device)
+            chosen = self._pass_sampler(verified.logits)
+            # Keeps the device busy while the host waits for the tokens. The device knows all that
+            # may end the row before the last of these tokens.
+            if ahead and row.tokens_left > 1 + len(drafts) and not row.may_stop:
+                accepted = _right_drafts(verified.tokens[1:], chosen.tokens, self._ends)
+                launched = self._drafts.launch_following(chosen.tokens, accepted)
+            self._before_wait()
+            choices = _listed(chosen)
+        for place, (token, logprob) in enumerate(choices):
+            # With the first token, the drafts have arrived too.
+            is_last = place == len(drafts) or token != int(drafts[place])
+            is_last |= token == BROKEN or token in row.end_tokens
             row.next_logprob = logprob
             row.take(token)
-            # With the first token, the drafts have arrived too.
-            if row.ended or place == len(drafts) or token != int(drafts[place]):
+            # A row that is cancelled meanwhile still gets the tokens that the next pass has read.
+            if is_last or (row.ended and not launched):
                 row.accepted += place
                 self._drafts.finish(place, token if ahead and not row.ended else None)
                 break
         return True
 
-    def _choices(
+    def _one_by_one(
         self, row: RequestState, logits: torch.Tensor
     ) -> Iterator[tuple[int, TokenLogprob | None]]:
         """Yield the tokens sampled from (tokens, vocabulary) logits, and their log-probabilities.
 
         The caller adds each token to the row before it asks for the next one.
         """
-        sampling, sampler = row.sampler.sampling, self._sampler
-        # Penalties depend on the tokens before, and a seed's generator must not draw for tokens
-        # after a rejected draft.
-        alone = sampling.edits_logits or sampling.seed is not None
-        if not alone:
-            self._pass_sampler = self._pass_sampler or self._sampler_of([row] * len(logits))
-            sampler = self._pass_sampler
-        for some in logits.split(1) if alone else [logits]:
-            chosen = sampler(some)
-            tokens = chosen.listed()
-            logprobs = chosen.logprobs(tokens)
-            yield from ((token, logprobs.get(place)) for place, token in enumerate(tokens))
+        for one in logits.split(1):
+            yield from _listed(self._sampler(one))
 
     def _join(
         self, before: Sequence[RequestState | None], tokens: torch.Tensor, steps: GraphRunner
@@ -349,6 +371,26 @@ def _flags(values: list[bool]) -> torch.Tensor:
 
 def _adapters(rows: Sequence[RequestState | None]) -> list[str | None]:
     return [None if row is None else row.adapter for row in rows]
+
+
+def _listed(chosen: SampledTokens) -> Iterator[tuple[int, TokenLogprob | None]]:
+    """Wait for the sampled tokens; yield them with their log-probabilities."""
+    tokens = chosen.listed()
+    logprobs = chosen.logprobs(tokens)
+    yield from ((token, logprobs.get(place)) for place, token in enumerate(tokens))
+
+
+def _right_drafts(drafts: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return how many drafts are right, (1,) int64; drafts after an end token are not.
+
+    Args:
+        drafts: (drafts,) ids.
+        chosen: (1 + drafts,) ids of the model's choices.
+        ends: (ends,) ids of end tokens.
+    """
+    own = chosen[:-1]
+    right = (own == drafts) & (own[:, None] != ends).all(1)
+    return right.cumprod(0).sum(0, keepdim=True)
 
 
 def _give(rows: Sequence[RequestState | None], chosen: SampledTokens) -> float:

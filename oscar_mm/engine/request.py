@@ -190,6 +190,11 @@ class Request(RequestState):
         self._detokenize()
         return self._written
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether a stop string may end the output."""
+        return self._written.may_stop
+
     def write(self, token: int) -> None:
         """Queue a sampled token. ``ended`` is set only after the last one.
 
@@ -197,7 +202,7 @@ class Request(RequestState):
         end the answer.
         """
         self._unwritten.append((token, time.perf_counter()))
-        if self._written.may_stop and self.written.stopped:
+        if self.may_stop and self.written.stopped:
             self.ended = True  # ``|=`` could undo a concurrent ``cancel``.
 
     def _detokenize(self) -> None:

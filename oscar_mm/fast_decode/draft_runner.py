@@ -12,10 +12,10 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.states import StateChain
-from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.cache.step_plan import StagedTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, Verified
 from oscar_mm.fast_decode.drafts import Drafts
-from oscar_mm.fast_decode.graph_runner import GraphInputs, Staged, graph_capture
+from oscar_mm.fast_decode.graph_runner import GraphInputs, graph_capture
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import upload
 
@@ -79,9 +79,11 @@ class DraftRunner:
         self._version: object = None
         self._early: _Pass | None = None
         self._pass: _Pass | None = None
+        self._following: Verified | None = None
+        """Result of the pass after ``_pass``, launched by ``launch_following``."""
         self._targets: list[list[torch.Tensor]] = []
         """States of the row, which ``finish`` overwrites, see ``StateChain.targets``."""
-        self._ready: dict[int, tuple[StepPlan, StepPlan, Staged]] = {}
+        self._ready: dict[int, tuple[StepPlan, StepPlan, StagedTables]] = {}
         """Prepared passes by ``id`` of their first token's plan: that plan, which keeps the id in
         use, the chained step, and its tables."""
 
@@ -106,10 +108,45 @@ class DraftRunner:
         # The rest is done while the device computes.
         [row] = self._cache.state_rows()
         assert row is not None
-        self._pass, self._targets = early, self._states.targets(row)
+        self._pass, self._following = early, None
+        self._targets = self._states.targets(row)
         self._add_token()
         self._plan_next()
         return early.verified
+
+    def launch_following(self, tokens: torch.Tensor, accepted: torch.Tensor) -> bool:
+        """Launch the next pass before the host knows how many drafts of this one are right, if it
+        is a replay of a graph that is prepared for each possible number.
+
+        Args:
+            tokens: (1 + drafts,) ids on the device: the model's choices after each token.
+            accepted: (1,) int64 on the device: number of drafts that were right, with which
+                ``finish`` must be called if the pass is launched.
+
+        Returns:
+            Whether the pass is launched.
+        """
+        kv_manager, replay, last = self._cache.kv_manager, self._replay, self._pass
+        assert last is not None
+        plans = [kv_manager.next_plan(first) for first in range(1 + self.count)]
+        ready = [self._ready.get(id(plan)) for plan in plans if plan is not None]
+        prepared = [one for one in ready if one is not None]
+        if replay is None or len(prepared) <= self.count or self._version != self._steps.version:
+            return False
+        _, steps, staged = zip(*prepared, strict=True)
+        self._cache.store.reserve()
+        self._steps.fix_one_of(steps, staged, accepted)
+        if self._version != self._steps.version:
+            return False  # A pool has moved; the pass must be captured again.
+        self._states.take(self._targets, accepted)
+        torch.index_select(last.verified.hidden, 0, accepted, out=self._hidden)
+        self._inputs[:1] = tokens.index_select(0, accepted)
+        self._inputs[1:] += 1 + accepted
+        [row] = self._cache.state_rows()
+        assert row is not None
+        with self._steps.dry_run(steps[0]), self._layers.chaining(self._states.rows(row)):
+            self._following = replay()
+        return True
 
     def finish(self, accepted: int, token: int | None = None) -> None:
         """End the pass: add its first ``accepted`` drafts to the cache.
@@ -124,6 +161,9 @@ class DraftRunner:
             RuntimeError: if the cache has changed since the pass began.
         """
         assert self._pass is not None
+        if (verified := self._following) is not None:
+            self._finish_ahead(self._pass, verified, accepted, token)
+            return
         self._states.take(self._targets, accepted)
         self._targets = []
         self._hidden.copy_(self._pass.verified.hidden[accepted : accepted + 1])
@@ -135,6 +175,17 @@ class DraftRunner:
         for _ in range(accepted):
             self._add_token()
         self._early = following() if early is None and following is not None else early
+
+    def _finish_ahead(
+        self, last: _Pass, verified: Verified, accepted: int, token: int | None
+    ) -> None:
+        """End the pass ``last``; see ``finish``. ``verified`` is the result of the next one."""
+        self._following, self._targets = None, []
+        plan = self._cache.kv_manager.next_plan(accepted)
+        for _ in range(accepted):
+            self._add_token()
+        if token is not None and plan is not None:
+            self._early = _Pass(token, last.position + 1 + accepted, plan, verified)
 
     @property
     def is_ahead(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache, as_argument
-from oscar_mm.cache.step_plan import GraphTables, StepPlan
+from oscar_mm.cache.step_plan import GraphTables, StagedTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, modules_are_capturable, supports
 from oscar_mm.fast_decode.graph_cache import GraphCache
 from oscar_mm.fast_decode.module_products import in_fewer_launches, rms_norms
@@ -34,9 +34,6 @@ from oscar_mm.modality import PADDING, Modality
 from oscar_mm.modules import devices
 from oscar_mm.ops.decode_tables import fill_pinned_cache, upload
 from oscar_mm.tensor_parallel import TPGroup
-
-Staged = list[tuple[torch.Tensor, torch.Tensor]]
-"""Pairs of a tensor on a device and its new content on the host."""
 
 
 class GraphInputs:
@@ -67,14 +64,14 @@ class GraphInputs:
         """
         return self._tables.version, *self._cache.version
 
-    def staged(self, step: StepPlan) -> Staged | None:
+    def staged(self, step: StepPlan) -> StagedTables | None:
         """Return the tables of a chained step, computed ahead for ``fix``; None if ``fix`` must
         compute them itself."""
         if not self._tables.takes(step) or (step.pack_jobs and self._tables.packs_whole_pages):
             return None
         return self._tables.staged(step)
 
-    def fix(self, step: StepPlan, staged: Staged | None = None) -> bool:
+    def fix(self, step: StepPlan, staged: StagedTables | None = None) -> bool:
         """Write a step's tables to the fixed tensors of the graph.
 
         Args:
@@ -93,13 +90,27 @@ class GraphInputs:
         step.copies = []
         if staged is None:
             self._tables.write(step)
-        for target, source in staged or ():
-            target.copy_(source, non_blocking=True)
+        else:
+            staged.write()
         # A finished row is computed like the others; its output is ignored.
         step.fixed, step.real = self._tables, None
         if step.pack_jobs and self._tables.packs_whole_pages:
             self._pack_whole_pages(step)
         return True
+
+    def fix_one_of(
+        self, steps: Sequence[StepPlan], staged: Sequence[StagedTables], index: torch.Tensor
+    ) -> None:
+        """Write the tables of one of several chained steps, which only the device knows.
+
+        Args:
+            steps, staged: the steps and their tables, which ``staged`` has returned.
+            index: (1,) int64 on the device: which of them.
+        """
+        self._cache.store.reserve(for_graph=True)
+        StagedTables.write_one_of(staged, index)
+        for step in steps:
+            step.fixed, step.real = self._tables, None
 
     def plan_ahead(self, modalities: np.ndarray) -> StepPlan | None:
         """Return the fixed step that ``OscarCache.begin`` would return, without changing the cache.

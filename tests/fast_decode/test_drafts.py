@@ -95,11 +95,19 @@ def test_captured_passes_give_the_same_answers(
     """Passes run on fixed tables, as graphs read them; calling the function again stands for a
     graph's replay."""
     repeat, expected = Repeat(), ids(pipeline(dense, policy))
-    pipe = pipeline(dense, policy, drafts=True)
+    pipe, early = pipeline(dense, policy, drafts=True), list[bool]()
+    launch = DraftRunner.launch_following
+    monkeypatch.setattr(
+        DraftRunner,
+        "launch_following",
+        lambda runner, *given: early.append(launch(runner, *given)) or early[-1],
+    )
     monkeypatch.setattr(draft_runner, "graph_capture", lambda devices: repeat)
     Oracle(monkeypatch, expected, range(0, LENGTH, 4))
     assert ids(pipe) == expected
     assert repeat.replays > LENGTH // 6
+    # Most passes are launched before the host knows how many drafts of the one before are right.
+    assert sum(early) > LENGTH // 6 or policy != "compact"
 
 
 @pytest.mark.daily("options1", "options2")
@@ -135,6 +143,9 @@ class Known:
 
     def __call__(self, token: int, position: int) -> Verified:
         return self._verified
+
+    def launch_following(self, tokens: torch.Tensor, accepted: torch.Tensor) -> bool:
+        return False
 
     def finish(self, accepted: int, token: int | None) -> None: ...
 
@@ -435,7 +446,7 @@ def test_passes_agree_with_steps(
     others = [GraphRunner(pipe.model, one, 1, (4,), where, None) for one in caches]
     start = done = caches[0].get_seq_length()
     found_logits, expected_logits = list[torch.Tensor](), list[torch.Tensor]()
-    passes, launched, live = 0, 0, torch.zeros(1, dtype=torch.bool)
+    passes, launched, unknown, live = 0, 0, 0, torch.zeros(1, dtype=torch.bool)
 
     def step(index: int) -> torch.Tensor:
         others[index].place([done])
@@ -460,12 +471,18 @@ def test_passes_agree_with_steps(
         known.copy_(own[1:3])
         if found[0] is not None:
             # Now and then another token comes than the one whose pass was launched early.
-            captured.finish(accepted, int(own[int(done % 5 == 0)]))
+            token = own[int(done % 5 == 0)]
+            if done % 3:
+                chosen = torch.zeros(3, dtype=torch.long)
+                chosen[accepted] = token
+                right = torch.tensor([accepted])
+                unknown += captured.launch_following(chosen.to(where), right.to(where))
+            captured.finish(accepted, int(token))
             eager.finish(accepted)
         launched += captured.is_ahead
         if done - start > 190:
             break
-    assert passes > 45 and launched > 40
+    assert passes > 45 and launched > 40 and unknown > 20
     check_close(torch.stack(found_logits), torch.stack(expected_logits))
     for cache in caches[:2]:
         assert cache.get_seq_length() == caches[2].get_seq_length() == done
