@@ -84,9 +84,10 @@ QWEN_SHORT = Shape(1, 32, 8, 8192)
 QWEN_ROWS = Shape(256, 32, 8, 700)
 QWEN_FEWER_ROWS = Shape(64, 32, 8, 2200)
 HEAD_64 = Shape(8, 32, 8, 32768, head_dim=64)
+HEAD_256 = Shape(8, 16, 4, 32768, head_dim=256)
 SHAPES = (
     *(QWEN_LONG, QWEN_BATCH, QWEN_MANY, QWEN_SHORT, QWEN_ROWS, QWEN_FEWER_ROWS),
-    *(LLAVA_BATCH, OMNI_LONG, OMNI_BATCH, HEAD_64),
+    *(LLAVA_BATCH, OMNI_LONG, OMNI_BATCH, HEAD_64, HEAD_256),
 )
 QUICK = (QWEN_BATCH, QWEN_SHORT)
 _LARGE = (QWEN_BATCH, QWEN_MANY, OMNI_BATCH, LLAVA_BATCH)
@@ -105,8 +106,8 @@ class Bound:
 BOUNDS = (
     Bound("channel", "floor_share", 0.7, _LARGE),
     Bound("channel", "speedup", 5.0, (*_LARGE, QWEN_LONG)),
-    Bound("standard", "floor_share", 0.85, _LARGE),
-    Bound("standard", "speedup", 4.0, (*_LARGE, QWEN_LONG)),
+    Bound("standard", "floor_share", 0.85, (*_LARGE, HEAD_256)),
+    Bound("standard", "speedup", 4.0, (*_LARGE, HEAD_256, QWEN_LONG)),
     Bound("compact", "floor_share", 0.85, _LARGE),
     Bound("compact", "speedup", 5.0, (*_LARGE, QWEN_LONG)),
     Bound("compact", "speedup", 4.0, (OMNI_LONG,)),
