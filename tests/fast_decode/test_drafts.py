@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,45 @@ def test_a_turn_after_an_answer_that_ends_at_a_draft_is_as_without_drafts(
             turns.append((first.token_ids, second.token_ids))
             assert first.accepted_drafts > 8 or pipe is plain
         assert turns[0] == turns[1] and turns[0][0] == answer[:place]
+
+
+def test_a_turn_after_a_cancelled_answer_is_as_without_drafts(
+    dense: Path, plain: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is cancelled while the next pass is in flight keeps the tokens that this pass
+    has read."""
+    monkeypatch.setattr(draft_runner, "graph_capture", lambda devices: Repeat())
+    drafting, expected = pipeline(dense, drafts=True), ids(plain)
+    take, launch, rows = RequestState.take, DraftRunner.launch_following, list[Any]()
+
+    def turns(pipe: OscarVLPipeline) -> tuple[list[int], list[int]]:
+        chat = pipe.chat()
+        stream = chat.stream(QUESTION, max_new_tokens=LENGTH)
+        for _ in stream:
+            pass
+        first = rows[-1].tokens
+        return first, chat.ask("And then?", max_new_tokens=8).token_ids
+
+    def noted(row: Any, token: int, end: int = LENGTH) -> None:
+        rows.append(row)
+        if len(row.tokens) + 1 == end:
+            row.cancel()
+        take(row, token)
+
+    def launched(runner: DraftRunner, *given: torch.Tensor) -> bool:
+        found = launch(runner, *given)
+        if found and len(rows[-1].tokens) > 30:
+            rows[-1].cancel()
+        return found
+
+    with monkeypatch.context() as patch:
+        Oracle(patch, expected, range(0, LENGTH, 5))
+        patch.setattr(RequestState, "take", noted)
+        patch.setattr(DraftRunner, "launch_following", launched)
+        found = turns(drafting)
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestState, "take", partialmethod(noted, end=len(found[0])))
+        assert turns(plain) == found
 
 
 @pytest.mark.daily("True")
