@@ -56,17 +56,18 @@ def test_writes(dtype: torch.dtype, tokens: int) -> None:
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", [0, 1])
-def test_flag_of_what_is_not_finite(side: int, wrong: float) -> None:
-    tensors = problem(torch.bfloat16, 24, 4)
-    tensors[side][1, 2, 3, 23] = wrong
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_flag_of_what_is_not_finite(tokens: int, side: int, wrong: float) -> None:
+    tensors = problem(torch.bfloat16, 24, tokens)
+    tensors[side][1, 2, -1, 23] = wrong
     *states, writes, bad = tensors
     left_out = writes.clone()
-    left_out[7, 2] = -1
+    left_out[-1, 2] = -1
     append(*states, left_out, bad)
     assert not bad, "the token is not stored"
     append(*states, writes, bad)
     assert bad.tolist() == [1]
-    tensors[side][1, 2, 3, 23] = 0
+    tensors[side][1, 2, -1, 23] = 0
     append(*states, writes, bad)
     assert bad.tolist() == [1], "set until somebody has looked"
 
