@@ -95,6 +95,9 @@ class Family(ChatFormat, ABC):
     """Names of decoder layer classes that compute what ``oscar_mm.fast_decode`` does, in
     addition to the layer classes of language models that it already supports."""
 
+    fast_towers: ClassVar[frozenset[str]] = frozenset()
+    """Names of vision tower classes that ``PictureTower`` runs."""
+
     talker: Talker | None = None
     """Talker that says answers; None if the checkpoint answers only in text."""
 
@@ -178,6 +181,19 @@ class Family(ChatFormat, ABC):
         if (drafts := Drafts.of(self.model)) is not None:
             layers[drafts.index] = drafts.layers[0]
         return {index: computing_device(layer) for index, layer in layers.items()}
+
+    @property
+    def fast_tower(self) -> Any:
+        """Vision tower that ``PictureTower`` may run; None if the model has none."""
+        tower = self.model.get_encoder(modality="image") if self.fast_towers else None
+        return tower if type(tower).__name__ in self.fast_towers else None
+
+    @cached_property
+    def feature_levels(self) -> int:
+        """Number of layers to whose outputs features of media are added."""
+        if not self.layout.features:
+            return 0
+        return len(self.model.config.vision_config.deepstack_visual_indexes)
 
     @cached_property
     def keeps_states(self) -> bool:

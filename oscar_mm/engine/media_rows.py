@@ -11,8 +11,11 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.prefill import embedded
 from oscar_mm.engine.prompt import Prompt, part_of
+from oscar_mm.fast_decode.picture_tower import MAX_PATCHES, Picture, PictureTower
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
+from oscar_mm.media.encoder_inputs import scaled_inputs
 from oscar_mm.modality import MediumSpan, Modality
+from oscar_mm.ops.decode_tables import moved
 
 
 class MediumRows(NamedTuple):
@@ -36,7 +39,12 @@ _Key = tuple[str | None, Modality, str, int]
 """Adapter of the prompt, and modality, digest and number of tokens of a media item."""
 
 
-def media_rows(family: Family, prompts: Sequence[Prompt], cache: OscarCache) -> list[MediumRows]:
+def media_rows(
+    family: Family,
+    prompts: Sequence[Prompt],
+    cache: OscarCache,
+    tower: PictureTower | None = None,
+) -> list[MediumRows]:
     """Run the towers for the media of several prompts, once for all media with the same adapter,
     and for equal media once.
 
@@ -44,6 +52,7 @@ def media_rows(family: Family, prompts: Sequence[Prompt], cache: OscarCache) -> 
         family: model family.
         prompts: prompts of a single row, whose media ``Prompt.media`` lists.
         cache: an unused cache, which stays empty.
+        tower: the model's vision tower as graphs; None if it runs only as modules.
     """
     parts = dict[_Key, Prompt]()
     for prompt in prompts:
@@ -52,7 +61,11 @@ def media_rows(family: Family, prompts: Sequence[Prompt], cache: OscarCache) -> 
     found = dict[_Key, tuple[torch.Tensor, torch.Tensor | None]]()
     for adapter in dict.fromkeys(name for name, *_ in parts):
         keys = [key for key in parts if key[0] == adapter]
-        own = _computed(family, [parts[key] for key in keys], adapter, cache)
+        if tower is not None and not tower.fails:
+            shown = [key for key in keys if _shows_picture(parts[key])]
+            keys = [key for key in keys if key not in shown]
+            found |= zip(shown, _seen(family, [parts[key] for key in shown], tower), strict=True)
+        own = _computed(family, [parts[key] for key in keys], adapter, cache) if keys else ()
         found |= zip(keys, own, strict=True)
     return [
         MediumRows(place, span.start, *found[_key(prompt, span)])
@@ -63,6 +76,33 @@ def media_rows(family: Family, prompts: Sequence[Prompt], cache: OscarCache) -> 
 
 def _key(prompt: Prompt, span: MediumSpan) -> _Key:
     return prompt.adapter, span.modality, span.digest, span.tokens
+
+
+def _shows_picture(part: Prompt) -> bool:
+    """Return whether a media item is a picture for ``PictureTower``, and has no other tokens."""
+    [span], grid = part.media, part.inputs.get("image_grid_thw")
+    return (
+        part.adapter is None
+        and span.modality is Modality.IMAGE
+        and grid is not None
+        and len(grid) == 1
+        and bool((part.modalities == Modality.IMAGE).all())
+        and len(part.inputs["pixel_values"]) <= MAX_PATCHES
+    )
+
+
+def _seen(
+    family: Family, parts: Sequence[Prompt], tower: PictureTower
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yield the rows and features of prompts that consist of a picture each."""
+    pictures = list[Picture]()
+    for part in parts:
+        pixels = moved(part.inputs["pixel_values"], family.device)
+        pixels = scaled_inputs(family.model, {"pixel_values": pixels})["pixel_values"]
+        _, *sides = part.inputs["image_grid_thw"][0].tolist()
+        pictures.append(Picture(pixels, *sides))
+    for found in tower(pictures):
+        yield found[0], found[1:] if len(found) > 1 else None
 
 
 def _computed(

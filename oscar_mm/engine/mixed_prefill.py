@@ -26,17 +26,18 @@ from oscar_mm.engine.request import Request
 from oscar_mm.engine.running_batches import RunningBatches
 from oscar_mm.engine.sampling import SampledTokens, Sampler
 from oscar_mm.fast_decode.graph_runner import graph_capture
+from oscar_mm.fast_decode.picture_tower import PictureTower
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.fast_decode.prompt_scratch import (
     MAX_PIECE,
     MAX_PROMPTS,
-    PieceShape,
     PromptPiece,
     PromptRange,
     PromptScratch,
     StoredPrompts,
     stored_tokens,
 )
+from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
@@ -77,7 +78,6 @@ class _Reading:
         start: index of the first token in the scratch; None until there is room.
         read: number of tokens of the prompt that have been read.
         has_begun: whether its inputs are in the scratch.
-        has_features: whether media in the prompt have features for several layers.
         changes_cache: whether the request's cache is being, or has been, written to.
     """
 
@@ -86,7 +86,6 @@ class _Reading:
     start: int | None = None
     read: int = 0
     has_begun: bool = False
-    has_features: bool = False
     changes_cache: bool = False
 
     @property
@@ -131,10 +130,18 @@ class MixedPrefill:
         family: model family.
         scratch: memory for prompts that are not complete.
         unused: cache for calls that only embed.
+        tower: the model's vision tower as graphs; None if it runs only as modules.
     """
 
-    def __init__(self, family: Family, scratch: PromptScratch, unused: OscarCache) -> None:
+    def __init__(
+        self,
+        family: Family,
+        scratch: PromptScratch,
+        unused: OscarCache,
+        tower: PictureTower | None = None,
+    ) -> None:
         self._family, self._scratch, self._unused = family, scratch, unused
+        self._tower = tower
         self._readings = deque[_Reading]()
         self._ranges: list[tuple[_Reading, PromptRange]] = []
         """Prompts of the piece that is about to be launched."""
@@ -164,12 +171,17 @@ class MixedPrefill:
             or not PromptScratch.takes(model, store.policy)
         ):
             return None
-        tokens = PromptScratch.capacity(model, family.device)
+        levels = family.feature_levels
+        tokens = PromptScratch.capacity(model, levels, family.device)
         try:
-            scratch = PromptScratch(model, store, axes, sigmas, tokens, capture)
+            scratch = PromptScratch(model, store, axes, sigmas, tokens, levels, capture)
         except torch.OutOfMemoryError:
             return None
-        return cls(family, scratch, OscarCache(store.policy, store=store))
+        unused = OscarCache(store.policy, store=store)
+        tower, adapts = family.fast_tower, RowAdapters.of(model) is not None
+        if tower is None or adapts or not PictureTower.takes(tower):
+            return cls(family, scratch, unused)
+        return cls(family, scratch, unused, PictureTower(tower, capture))
 
     @property
     def requests(self) -> list[Request]:
@@ -272,7 +284,7 @@ class MixedPrefill:
         return self._scratch.prepare(
             [x for _, x in self._ranges],
             torch.cat(positions, -1),
-            PieceShape(size, any(one.has_features for one, _ in self._ranges)),
+            size,
             [prompt.adapter for prompt in prompts],
         )
 
@@ -289,10 +301,9 @@ class MixedPrefill:
             self._scratch.put(part, one.first)
             if one.past:
                 self._scratch.load(one.request.cache, one.first - one.past)
-        for found in media_rows(self._family, prompts, self._unused):
+        for found in media_rows(self._family, prompts, self._unused, self._tower):
             one = readings[found.place]
             self._scratch.put(found.rows, one.first + found.start, found.features)
-            one.has_features |= found.features is not None
         for one in readings:
             one.has_begun = True
 
@@ -302,7 +313,7 @@ class MixedPrefill:
         if piece.logits is None:
             # In its size without decoding rows: any other would need a graph of its own.
             size = _piece_size(0, sum(x.last - x.first for _, x in self._ranges))
-            piece = piece if size == piece.shape.rows else self._prepared(size)
+            piece = piece if size == piece.size else self._prepared(size)
             self._scratch.run_alone(piece)
         for reading, x in self._ranges:
             reading.read += x.last - x.first
@@ -331,14 +342,16 @@ class MixedPrefill:
         return CompletePrompts(requests, chosen, stored)
 
     def warm_up(self, batches: RunningBatches, until: float) -> None:
-        """Capture pieces of all sizes, alone and with decode steps of the running requests, the
-        most frequent sizes first.
+        """Capture the tower, and pieces of all sizes, alone and with decode steps of the running
+        requests, the most frequent sizes first.
 
         Args:
             batches: the running requests, which continue.
             until: time of ``perf_counter`` after which nothing more is captured.
         """
         captured = _SEPARATE + 2  # After those, one pass is eager and one captured.
+        if self._tower is not None:
+            self._tower.warm_up(until)
         batches.expect_prompts()
         for rows in dict.fromkeys((0, batches.rows)):
             sizes = sorted(_piece_sizes(rows), key=lambda size: (size + rows != _FEW_WAIT, -size))
@@ -354,7 +367,7 @@ class MixedPrefill:
         left = 2
         for _ in range(_TRIES):
             ranges = [PromptRange(0, 1, 0, 1)]
-            piece = self._scratch.prepare(ranges, 0, PieceShape(size, False), [None])
+            piece = self._scratch.prepare(ranges, 0, size, [None])
             if rows:
                 batches.expect_prompts()  # Otherwise the batch would change its size.
                 batches.step(piece)

@@ -405,7 +405,7 @@ class Scheduler:
                 if early is not None:
                     if may_wait:  # Other launches may take longer, such as after towers.
                         self._passes.note_launch(early.launched - self._wait_ended)
-                    self._passes.note_begin((rows, piece and piece.shape), early)
+                    self._passes.note_begin((rows, piece and piece.size), early)
                 if piece is not None:
                     mixed.finish(piece)
             except BaseException as error:  # Even an interrupt by a hook, which would recur.

@@ -12,8 +12,7 @@ import torch
 from oscar_mm.fast_decode.decoder import Capture
 
 MAX_GRAPHS = 18
-"""Maximum number of graphs in a cache by default: for each number of rows of a mixed pass, one that
-adds features and one that does not."""
+"""Maximum number of graphs in a cache by default: more than mixed passes have sizes."""
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +42,10 @@ class GraphCache:
         self.fails = False
         self._ran = set[Hashable]()
         self._replays = OrderedDict[Hashable, Callable[[], Any]]()
+
+    def has(self, key: Hashable) -> bool:
+        """Return whether there is a graph of a key."""
+        return key in self._replays
 
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """Run work, which must depend only on ``key`` and on tensors at fixed addresses."""

@@ -315,15 +315,15 @@ class GraphRunner:
         """Replay the step, or run it together with a piece that has not been launched."""
         if piece is None or piece.alone or piece.logits is not None:
             return replay()
-        scratch, shape = piece.scratch, piece.shape
+        scratch, size = piece.scratch, piece.size
         graphs = self._beside.setdefault(scratch, GraphCache(scratch.capture, self._ids.device))
         if graphs.fails:
             return replay()
         decoding = DecodingRows(self._ids, self._expanded_positions(), self.cache, self._idle)
-        both = partial(scratch.run, shape, decoding)
+        both = partial(scratch.run, size, decoding)
         try:
             with self._steps.dry_run(step):
-                beside = graphs.replay(shape, both)
+                beside = graphs.replay(size, both)
                 # The first pass is eager: it compiles kernels.
                 found = (beside or both)()
         except BaseException:  # The prompts are read again; the step must not fail with them.

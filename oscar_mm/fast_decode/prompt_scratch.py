@@ -65,19 +65,6 @@ class PromptRange(NamedTuple):
         return self.last == self.stop
 
 
-class PieceShape(NamedTuple):
-    """What the graph of a piece depends on.
-
-    Attributes:
-        rows: number of rows of the piece, padding included.
-        adds_features: whether features are added to the outputs of the first layers, see
-            ``PromptScratch.put``.
-    """
-
-    rows: int
-    adds_features: bool
-
-
 class DecodingRows(NamedTuple):
     """Inputs of a decode step, at fixed addresses.
 
@@ -97,13 +84,14 @@ class PromptPiece:
     """Piece whose inputs are ready, to be run by ``GraphRunner`` or ``PromptScratch.run_alone``.
 
     Attributes:
+        size: number of rows, padding included.
         alone: whether the piece must run without a decode step.
         logits: (MAX_PROMPTS, vocabulary) logits after the prompts that the piece completes, in
             order; None until the pass is launched. The next piece overwrites them.
     """
 
     scratch: PromptScratch
-    shape: PieceShape
+    size: int
     alone: bool = False
     logits: torch.Tensor | None = None
 
@@ -135,6 +123,7 @@ class PromptScratch:
         axes: leading axes of the position ids, see ``GraphRunner``.
         sigmas: see ``balancing_of``.
         tokens: capacity, see ``capacity``.
+        levels: see ``Family.feature_levels``.
         capture: capture function of graphs that share their memory.
 
     Attributes:
@@ -148,6 +137,7 @@ class PromptScratch:
         axes: tuple[int, ...],
         sigmas: dict[int, torch.Tensor],
         tokens: int,
+        levels: int,
         capture: Capture,
     ) -> None:
         self.tokens, self.capture, self._store = tokens, capture, store
@@ -162,6 +152,8 @@ class PromptScratch:
             width = model.get_input_embeddings().weight.shape[1]
             # The last line is the padding's and stays 0.
             self._embeddings = torch.zeros(tokens + 1, width, dtype=dtype, device=device)
+            shape = levels, *self._embeddings.shape
+            self._features = torch.zeros(shape, dtype=dtype, device=device)
             positions = (*axes, 1, MAX_PIECE)
             self._positions = torch.zeros(positions, dtype=torch.long, device=device)
             lines = MAX_PROMPTS + 2 * (MAX_PROMPTS + 2) + MAX_PIECE
@@ -177,20 +169,18 @@ class PromptScratch:
                 self._idle = self._adapters.table[:1].repeat(MAX_PIECE, 1)
             head = model.get_output_embeddings().weight
             self._logits = head.new_zeros(MAX_PROMPTS + _MAX_DECODING, head.shape[0])
-        self._features: torch.Tensor | None = None
-        """(levels, tokens + 1, hidden size); None until media with features come."""
         self._tables = PromptTables(tokens, MAX_PROMPTS, store.policy, device)
         self._sigmas = sigmas
         self._view = self._new_view()
         self._alone, self._storing = GraphCache(capture, device), GraphCache(capture, device)
 
     @staticmethod
-    def capacity(model: Any, device: torch.device) -> int:
-        """Return the number of tokens that a scratch should hold."""
+    def capacity(model: Any, levels: int, device: torch.device) -> int:
+        """Return the number of tokens that a scratch should hold; see the class."""
         layers, weight = model.get_decoder().layers, model.get_output_embeddings().weight
         attention, width = layers[0].self_attn, weight.shape[1]
         sides = sum(base_of(x).weight.shape[0] for x in (attention.k_proj, attention.v_proj))
-        token_bytes = (len(layers) * sides + width) * weight.element_size()
+        token_bytes = (len(layers) * sides + (1 + levels) * width) * weight.element_size()
         memory = torch.cuda.get_device_properties(device).total_memory
         return min(_MAX_TOKENS, memory // _MEMORY_SHARE // token_bytes)
 
@@ -217,18 +207,13 @@ class PromptScratch:
         """
         places = slice(start, start + len(rows))
         self._embeddings[places] = rows
-        if features is not None and self._features is None:
-            shape = len(features), *self._embeddings.shape
-            with torch.inference_mode(False):
-                self._features = torch.zeros_like(self._embeddings).expand(shape).clone()
-        if self._features is not None:
-            self._features[:, places] = 0 if features is None else features
+        self._features[:, places] = 0 if features is None else features
 
     def prepare(
         self,
         ranges: Sequence[PromptRange],
         positions: torch.Tensor | int,
-        shape: PieceShape,
+        size: int,
         adapters: Sequence[str | None],
     ) -> PromptPiece:
         """Write the tables of a piece, whose inputs ``put`` has written; the previous piece must be
@@ -238,10 +223,10 @@ class PromptScratch:
             ranges: adjacent prompts of the piece, at most ``MAX_PROMPTS``; those that the piece
                 completes come first.
             positions: (..., 1, tokens) RoPE positions of the piece on the device, or one for all.
-            shape: shape with at least as many rows as tokens; further rows are padding.
+            size: number of rows, at least that of the tokens; further rows are padding.
             adapters: the adapter of each prompt, or None.
         """
-        size, counts = shape.rows, [x.last - x.first for x in ranges]
+        counts = [x.last - x.first for x in ranges]
         self._positions[..., : sum(counts)] = positions
         query_ends = [0, *accumulate(counts)]
         lasts = [end - 1 for x, end in zip(ranges, query_ends[1:], strict=True) if x.completes]
@@ -259,7 +244,7 @@ class PromptScratch:
             pairs = zip(adapters, counts, strict=True)
             idle = self._adapters.idle([name for name, count in pairs for _ in range(count)])
             self._idle[: sum(counts)] = self._adapters.table[:1] if idle is None else idle
-        return PromptPiece(self, shape)
+        return PromptPiece(self, size)
 
     def can_take(self, cache: OscarCache) -> bool:
         """Return whether a cache has the store and the balancing vectors of this scratch."""
@@ -278,22 +263,22 @@ class PromptScratch:
 
     def run_alone(self, piece: PromptPiece) -> None:
         """Launch a piece without decoding rows."""
-        piece.logits = self._alone.run(piece.shape, partial(self.run, piece.shape))
+        piece.logits = self._alone.run(piece.size, partial(self.run, piece.size))
 
-    def run(self, shape: PieceShape, decoding: DecodingRows | None = None) -> torch.Tensor:
-        """Run the prepared piece, together with a decode step if there are decoding rows.
+    def run(self, size: int, decoding: DecodingRows | None = None) -> torch.Tensor:
+        """Run the prepared piece of ``size`` rows, together with a decode step if there are
+        decoding rows.
 
         Returns:
             (MAX_PROMPTS + batch, vocabulary) logits of completed prompts and of decoding rows.
         """
-        idle = self._idle if self._idle is None else self._idle[: shape.rows]
+        idle = self._idle if self._idle is None else self._idle[:size]
         if decoding is not None and idle is not None and decoding.idle is not None:
             idle = torch.cat([idle, decoding.idle])
         with choosing(idle):
-            return self._computed(shape, decoding)
+            return self._computed(size, decoding)
 
-    def _computed(self, shape: PieceShape, decoding: DecodingRows | None) -> torch.Tensor:
-        size = shape.rows
+    def _computed(self, size: int, decoding: DecodingRows | None) -> torch.Tensor:
         lasts, *ends, to = self._table.split(
             [MAX_PROMPTS, MAX_PROMPTS + 2, MAX_PROMPTS + 2, MAX_PIECE]
         )
@@ -310,7 +295,6 @@ class PromptScratch:
             slice(size), {}, (to, to), here, query_ends, key_ends, (size, self.tokens), size
         )
         writes = self._writes[:size], self._unused_flag
-        features = self._features if shape.adds_features and self._features is not None else ()
         for level, (layer, sides) in enumerate(zip(self._layers, self._sides, strict=True)):
             heads = layer.projected(rows)
             layer.turn_(heads, cosine, sine)
@@ -327,8 +311,8 @@ class PromptScratch:
             with choosing(idle):
                 attended = layer.output(found.flatten(1), residual=rows, in_place=True)
                 rows = layer.feed_forward(attended)
-            if level < len(features):
-                rows[: len(here)] += features[level][here]
+            if level < len(self._features):  # 0 for text, so that one graph serves all pieces.
+                rows[: len(here)] += self._features[level][here]
         head = partial(self._decoder.logits, rows)
         logits = head() if cache is None else in_parallel(rows.device, head, cache.end_step)
         # Each graph would keep logits of its own.

@@ -87,6 +87,7 @@ class Qwen3Omni(QwenFamily):
         features={"deepstack_visual_embeds": "visual_pos_masks"},
     )
     fast_layers = frozenset({"Qwen3OmniMoeThinkerTextDecoderLayer"})
+    fast_towers = frozenset({"Qwen3OmniMoeVisionEncoder"})
     released = released.QWEN3_OMNI
     pocket = "pocket-omni"
 

@@ -27,6 +27,7 @@ class Qwen3VL(QwenVL):
     name = "Qwen3-VL"
     layout = replace(QwenVL.layout, features={"deepstack_visual_embeds": "visual_pos_masks"})
     fast_layers = frozenset({"Qwen3VLTextDecoderLayer", "Qwen3VLMoeTextDecoderLayer"})
+    fast_towers = frozenset({"Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"})
     # The checkpoints store experts transposed; transformers up to 5.23 shards them wrongly.
     undivided = MappingProxyType({"qwen3_vl_moe": ".experts"})
     released = released.QWEN3_VL

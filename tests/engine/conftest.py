@@ -51,7 +51,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     finish = MixedPrefill.finish
 
     def noted(self: MixedPrefill, piece: Any) -> None:
-        found.append((piece.shape.rows, piece.logits is not None))
+        found.append((piece.size, piece.logits is not None))
         finish(self, piece)
 
     monkeypatch.setattr(MixedPrefill, "finish", noted)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from oscar_mm.engine import mixed_prefill
 from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.request import Request
-from oscar_mm.fast_decode import graph_runner, prompt_scratch
+from oscar_mm.fast_decode import graph_runner, picture_tower, prompt_scratch
 from oscar_mm.fast_decode.prompt_scratch import PromptScratch
 from oscar_mm.pipelines.pipeline import Pipeline
 
@@ -55,7 +55,8 @@ def mix(patch: pytest.MonkeyPatch) -> Capture:
         patch.setattr(module, "graph_capture", lambda devices, small=False: capture)
     patch.setattr(prompt_scratch, "can_attend_varlen", lambda queries: True)
     patch.setattr(prompt_scratch, "causal_varlen", by_rows)
-    patch.setattr(PromptScratch, "capacity", staticmethod(lambda model, device: CAPACITY))
+    patch.setattr(picture_tower, "can_attend", lambda queries: True)
+    patch.setattr(PromptScratch, "capacity", staticmethod(lambda model, levels, device: CAPACITY))
     return capture
 
 

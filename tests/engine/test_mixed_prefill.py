@@ -361,7 +361,7 @@ def test_a_piece_that_no_step_takes_along_runs_in_a_usual_size(
         return None if next(calls) % 2 else plan(self, modalities)
 
     def noted(self: PromptScratch, piece) -> None:
-        sizes.append(piece.shape.rows)
+        sizes.append(piece.size)
         run_alone(self, piece)
 
     prompts = [text(words, words) for words in (3, 90, 41, 7, 150, 16)]
@@ -411,14 +411,14 @@ def test_passes_are_long_only_if_they_are_full_or_fewer(
     monkeypatch, many: bool, rows: int, unread: int, size: int
 ) -> None:
     monkeypatch.setattr(mixed_prefill, "_SEPARATE", 0)
-    scratch = SimpleNamespace(tokens=9000, prepare=lambda *given: SimpleNamespace(shape=given[2]))
+    scratch = SimpleNamespace(tokens=9000, prepare=lambda *given: SimpleNamespace(size=given[2]))
     cache = SimpleNamespace(kv_manager=SimpleNamespace(sequences=[]))
     prompt = SimpleNamespace(tokens=unread, positions=torch.zeros(1, unread), adapter=None)
     mixed = MixedPrefill(None, scratch, None)
     monkeypatch.setattr(mixed, "_begin", lambda readings: None)
     mixed.add(SimpleNamespace(unread=prompt, cache=cache, ended=False))
     piece = mixed.next_piece(rows, many_wait=many)
-    assert piece is not None and piece.shape.rows == size
+    assert piece is not None and piece.size == size
 
 
 @pytest.mark.slow
@@ -435,7 +435,7 @@ def test_batches_have_few_sizes_beside_prompts(
         found = run_step(self, replay, piece, step)
         steps.append(len(found))
         if piece is not None and piece.logits is not None:
-            together_with.add((len(found), piece.shape.rows))
+            together_with.add((len(found), piece.size))
         return found
 
     monkeypatch.setattr(GraphRunner, "_launched", noted)
