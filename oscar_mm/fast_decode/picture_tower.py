@@ -1,10 +1,10 @@
 """Picture tower: a vision tower like Qwen3-VL's as CUDA graphs, one for each of a few numbers of
 patches.
 
-As modules, the tower has more than a thousand launches, which take the host longer than a GPU
-computes for a picture of usual size; meanwhile the answers that decode wait. Pixels, positions and
-the ends of pictures are inputs of the graphs. Pictures are concatenated, then padded; a picture
-attends only to itself.
+As modules, the tower has some 700 launches, which take the host longer than a GPU computes for a
+picture of usual size; meanwhile the answers that decode wait. Pixels, positions and the ends of
+pictures are inputs of the graphs. Pictures are concatenated, then padded; a picture attends only to
+itself.
 """
 
 from __future__ import annotations
