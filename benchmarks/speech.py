@@ -70,7 +70,7 @@ NOTES = [
 _Times = list[float]
 
 
-def speaking_pipeline(*, tiny: bool, device: torch.device, policy: str) -> OscarOmniPipeline:
+def speaking_pipeline(*, tiny: bool, device: torch.device, policy: KVPolicy) -> OscarOmniPipeline:
     """Create a pipeline with random weights that speaks every answer in FRAMES frames."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     released = RELEASED["qwen3-omni-30b-a3b"]
@@ -286,8 +286,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 2 without a CUDA device."""
     options = parser("benchmarks.speech", __doc__)
     options.add_argument("--tiny", action="store_true", help="trial run with a tiny model")
-    presets = KVPolicy.preset_names()
-    options.add_argument("--policy", choices=presets, default="standard", help="of the KV cache")
+    how = {"type": KVPolicy.of, "default": "standard", "metavar": "POLICY"}
+    options.add_argument("--policy", **how, help="policy of the KV cache, as in oscar-mm serve")
     chosen = options.parse_args(arguments)
     device = device_of("speech", tiny=chosen.tiny)
     if device is None:

@@ -223,8 +223,9 @@ class KVPolicy:
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
         """Return a preset, with some fields changed if given: ``preset("compact", window=128)``.
 
-        The name itself may contain changes, as on the command line: "compact:window=128,bits=3/2".
-        Modalities missing from a mapping for ``bits`` keep the preset's bits.
+        The name itself may contain changes, as on the command line: "compact:window=128,bits=3/2",
+        or "standard:bits.audio=2" for the bits of one modality. Modalities missing from a mapping
+        for ``bits`` keep the preset's bits.
 
         Raises:
             InputError: if the preset or a field is unknown, or a value is not allowed.
@@ -271,16 +272,26 @@ class KVPolicy:
 
 
 def _parsed_changes(text: str) -> dict[str, Any]:
-    """Parse fields and values from text such as "window=128,bits=3/2"."""
-    changes = {}
+    """Parse fields and values from text such as "window=128,bits=3/2" or "bits.audio=2"."""
+    changes: dict[str, Any] = {}
+    bits: dict[str, Any] = {}
     for change in text.split(","):
         field, equals, value = (part.strip() for part in change.partition("="))
         if not (field and equals and value):
             raise InputError(
                 f"policy change {change!r}: must be FIELD=VALUE, as in compact:window=128,bits=3/2"
             )
-        changes[field] = _parsed_value(value)
-    return changes
+        name, dot, modality = field.partition(".")
+        if dot and name == "bits":
+            bits[modality] = _parsed_value(value)
+        else:
+            changes[field] = _parsed_value(value)
+    if bits and "bits" in changes:
+        raise InputError(
+            f"policy changes {text!r}: bits is for all modalities, and bits.{next(iter(bits))} for "
+            "one: use one of them"
+        )
+    return changes | ({"bits": bits} if bits else {})
 
 
 def _parsed_value(text: str) -> Any:

@@ -268,6 +268,8 @@ def test_a_name_may_hold_changes() -> None:
     expected = {"bits": (3, 2), "balance": None, "rotate": False, "sinks": 0}
     assert changed == KVPolicy.preset("standard", **expected)
     assert KVPolicy.preset("compact:window=128", window=64).window == 64
+    few = KVPolicy.of("standard:bits.audio=2, bits.text=16,sinks=0")
+    assert few == KVPolicy.preset("standard", bits={"audio": 2, "text": 16}, sinks=0)
     for text, message in {
         "compact:": "must be FIELD=VALUE",
         "compact:window": "policy change 'window': must be FIELD=VALUE",
@@ -277,6 +279,9 @@ def test_a_name_may_hold_changes() -> None:
         "compact:window=many": "window='many'",
         f"compact:window={'9' * 5000}": "must be a number of tokens",
         "compact:bits=3/2/1": "bits of text",
+        "compact:bits.sound=2": "unknown modality sound",
+        "compact:bits.audio=2,bits=3": "bits.audio for one: use one of them",
+        "compact:window.audio=2": "no field window.audio",
         "compact:fit=lq": "fit='lq': must be one of 'minmax', 'lsq'",
         "compct:window=128": "unknown policy 'compct'.*; did you mean compact",
     }.items():
