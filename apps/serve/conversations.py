@@ -10,6 +10,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.completed import CompletedAnswer
+from oscar_mm.apps.serve.kept_sessions import KeptSessions
 from oscar_mm.apps.serve.protocol import ApiRequest
 from oscar_mm.apps.serve.whole_prompts import WholePrompt
 from oscar_mm.chat.chat import Chat
@@ -39,10 +40,13 @@ class Conversations:
     Args:
         pipe: pipeline that generates the answers.
         limit: maximum number of chats; beyond it, the least recently used chat is closed.
+
+    Attributes:
+        sessions: realtime sessions that clients may resume, up to as many more.
     """
 
     def __init__(self, pipe: Pipeline, limit: int) -> None:
-        self.pipe, self.limit = pipe, limit
+        self.pipe, self.limit, self.sessions = pipe, limit, KeptSessions(limit)
         self._chats: OrderedDict[str, Chat] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -107,21 +111,25 @@ class Conversations:
         yield written
 
     def give_way(self) -> bool:
-        """Close the least recently used chat; return whether this may have freed memory.
+        """Close the least recently used chat, or else the oldest kept session; return whether this
+        may have freed memory.
 
-        Does nothing and returns False if the budget spills chats to disk when memory runs short.
+        If the budget spills chats to disk when memory runs short, only a session is closed whose
+        memory is not on disk: one with a question that was heard and not answered.
         """
         budget = self.pipe.budget
         if budget is not None and budget.folder is not None:
-            return False
+            return self.sessions.give_way(spills=True)
         with self._lock:
             dropped = self._chats.popitem(last=False)[1] if self._chats else None
-        if dropped is not None:
-            dropped.close()
-        return dropped is not None
+        if dropped is None:
+            return self.sessions.give_way(spills=False)
+        dropped.close()
+        return True
 
     def close(self) -> None:
-        """Close all chats."""
+        """Close all chats and sessions."""
+        self.sessions.close()
         with self._lock:
             chats, self._chats = self._chats, OrderedDict()
         for chat in chats.values():

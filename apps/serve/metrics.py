@@ -156,6 +156,11 @@ class _PipelineCollector(Collector):
         yield GaugeMetricFamily(
             "oscar_mm_conversations", "Stored conversations", len(self._conversations)
         )
+        yield GaugeMetricFamily(
+            "oscar_mm_realtime_kept",
+            "Realtime sessions without a connection, to which clients may return",
+            len(self._conversations.sessions),
+        )
         engine = pipe.engine
         yield GaugeMetricFamily("oscar_mm_decoding", "Answers in the batch", engine.running)
         yield GaugeMetricFamily(

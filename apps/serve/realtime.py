@@ -19,6 +19,7 @@ from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from oscar_mm.apps.serve.access_log import note_refusal
 from oscar_mm.apps.serve.clients import client_of
+from oscar_mm.apps.serve.kept_sessions import KeptSession
 from oscar_mm.apps.serve.realtime_session import RealtimeSession
 from oscar_mm.apps.serve.refusals import Refusal, busy, stopping
 from oscar_mm.chat.chat import Chat
@@ -39,6 +40,32 @@ _EVENT_BYTES = 6400
 second."""
 _MAX_SLOWED = 1000
 """Number of events in a row that may come faster, and wait; then the session ends."""
+_KEEPS = {None: None, "true": True, "false": False}
+"""Values of the query's field ``keep``."""
+_RESUME_S = 10.0
+"""Maximum seconds in which the earlier connection of a resumed session must end."""
+
+
+class _Connection:
+    """Connection of a session that another connection can resume.
+
+    Args:
+        reading: task that handles the events of the client.
+
+    Attributes:
+        left: future that is done once the session can be resumed.
+        reason: why the connection ends.
+    """
+
+    def __init__(self, reading: asyncio.Future[Any]) -> None:
+        self._reading = reading
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.reason = "the session has ended"
+
+    def give_up(self) -> None:
+        """End the connection, since another one resumes the session."""
+        self.reason = "another connection has resumed the session"
+        self._reading.cancel()
 
 
 class Realtime:
@@ -49,9 +76,13 @@ class Realtime:
     """
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._kept = service, service.conversations.sessions
         self._open = Counter[str]()
         """Number of sessions by the address of their clients."""
+        self._connections = dict[str, _Connection]()
+        """Connections of sessions that are to be kept, by the ids of the sessions."""
+        self._expiries = dict[str, asyncio.TimerHandle]()
+        """Ends of sessions that are kept, by id."""
         self._threads = CapacityLimiter(service.limits.realtime + 1)
 
     async def serve(self, socket: WebSocket) -> None:
@@ -59,7 +90,13 @@ class Realtime:
         (address, _) = client = client_of(socket.client, "")
         model = socket.query_params.get("model")
         try:
-            self._check(socket, model, address)
+            self._check(socket, model)
+            keeps = self._keeps(socket)
+            kept = await self._resumed(socket, model)
+            # Nothing else runs until the session has its place.
+            self._check_places(address)
+            if kept is not None:
+                self._take(kept)
         except Refusal as error:
             await self._deny(socket, error)
             return
@@ -67,18 +104,46 @@ class Realtime:
         self._service.metrics.realtime.inc()
         with ExitStack() as place:
             place.callback(self._free_place, address)
-            offered = socket.scope.get("subprotocols", [])
+            await self._serve(socket, kept, client, place, keeps=keeps)
+
+    async def _serve(
+        self,
+        socket: WebSocket,
+        kept: KeptSession | None,
+        client: tuple[str, ...],
+        place: ExitStack,
+        *,
+        keeps: bool,
+    ) -> None:
+        """Accept a WebSocket, and serve a session until it ends.
+
+        Args:
+            socket: connection.
+            kept: session that it resumes; None for a new one.
+            client: see ``client_of``.
+            place: callbacks that free the session's place among the open ones. They move to the
+                task that frees the memory, which calls them when it is done.
+            keeps: whether the client can return to the session.
+        """
+        offered, model = socket.scope.get("subprotocols", []), socket.query_params.get("model")
+        begun: KeptSession | Chat | None = kept
+        try:
             await socket.accept(_PROTOCOL if _PROTOCOL in offered else None)
-            chat = await run_sync(partial(self._new_chat, model))
-            await self._run(socket, chat, model, client, place)
+            if begun is None:
+                begun = await run_sync(partial(self._new_chat, model))
+        except BaseException:
+            if kept is not None:  # The client may return once more.
+                self._service.places.track_closing(asyncio.ensure_future(self._keep(kept)))
+            raise
+        await self._run(socket, begun, client, place, keeps=keeps)
 
     def _free_place(self, address: str) -> None:
         self._open[address] -= 1
         self._open = +self._open
         self._service.metrics.realtime.dec()
 
-    def _check(self, socket: WebSocket, model: str | None, address: str) -> None:
-        """Refuse a session that may not begin.
+    def _check(self, socket: WebSocket, model: str | None) -> None:
+        """Refuse a client that may have no session.
 
         Raises:
             Refusal: if it is refused; the message says why.
@@ -87,8 +152,49 @@ class Realtime:
         self._service.check_model(model)
         if self._service.places.stopping.done():
             raise stopping()
+
+    def _check_places(self, address: str) -> None:
+        """Refuse a session if there are too many.
+
+        Raises:
+            Refusal: if there are.
+        """
         if self._open[address] + 1 > self._service.limits.realtime - self._open.total():
             raise busy("there are too many realtime sessions", "realtime")
+
+    def _keeps(self, socket: WebSocket) -> bool:
+        """Return whether the client can return to its session, as its query asks.
+
+        Raises:
+            Refusal: if the query is wrong.
+        """
+        query = socket.query_params
+        if (keep := query.get("keep")) not in _KEEPS:
+            raise Refusal(400, "keep: must be true or false", field="keep")
+        given = _KEEPS[keep]
+        return "session" in query if given is None else given
+
+    async def _resumed(self, socket: WebSocket, model: str | None) -> KeptSession | None:
+        """Find the session that a client returns to, and end the connection that it still has.
+
+        Returns:
+            the session, which is still stored; None for a new one.
+
+        Raises:
+            Refusal: if there is no such session, or its earlier connection does not end.
+        """
+        if (key := socket.query_params.get("session")) is None:
+            return None
+        while (connection := self._connections.get(key)) is not None:
+            connection.give_up()
+            await asyncio.wait((connection.left,), timeout=_RESUME_S)
+            if not connection.left.done():
+                raise busy("the last answer of the session has not ended", "realtime")
+        if (kept := self._kept.find(key)) is None:
+            raise _unknown_session()
+        if model and self._service.answering(model) != kept.settings["model"]:
+            raise Refusal(400, "model: cannot change within a session", field="model")
+        return kept
 
     async def _deny(self, socket: WebSocket, error: Refusal) -> None:
         note_refusal(socket.scope, str(error))
@@ -101,21 +207,13 @@ class Realtime:
     async def _run(
         self,
         socket: WebSocket,
-        chat: Chat,
-        model: str | None,
+        begun: KeptSession | Chat,
         client: tuple[str, ...],
         place: ExitStack,
+        *,
+        keeps: bool,
     ) -> None:
-        """Serve a session until it ends.
-
-        Args:
-            socket: accepted connection.
-            chat: conversation of the session, which is closed at its end.
-            model: name of the model that the client asked for.
-            client: see ``client_of``.
-            place: callbacks that free the session's place among the open ones. They move to the
-                task that frees the memory, which calls them when it is done.
-        """
+        """Serve a session until it ends; see ``_serve``."""
         limits, sent = self._service.limits, 0
 
         async def send(event: dict[str, Any]) -> None:
@@ -138,10 +236,16 @@ class Realtime:
             except TimeoutError:
                 return 1000, "the session was idle, or has lasted too long"
 
-        session = RealtimeSession(self._service, chat, model, client, send, self._threads)
+        model = socket.query_params.get("model")
+        how = self._service, begun, model, client, send, self._threads
+        session = RealtimeSession(*how, keeps=keeps)
         reading = asyncio.ensure_future(read())
+        connection = _Connection(reading)
+        if keeps:
+            self._connections[session.id] = connection
+            place.callback(self._leave, session.id)
+        ended: tuple[int, str] | None = None
         try:
-            ended = 1000, "the session has ended"
             with suppress(asyncio.CancelledError, WebSocketDisconnect):
                 ended = await asyncio.shield(reading)
         finally:
@@ -149,12 +253,49 @@ class Realtime:
             session.leave()
             # Not awaited: the engine frees the memory between two steps, and a step that compiles
             # kernels takes long. Neither the connection nor the server's stop waits for it.
-            closing = asyncio.ensure_future(_close(session, place.pop_all()))
+            closing = asyncio.ensure_future(self._end(session, place.pop_all(), keeps=keeps))
             self._service.places.track_closing(closing)
         if socket.application_state is WebSocketState.CONNECTED:
             with suppress(WebSocketDisconnect, RuntimeError, OSError, TimeoutError):
                 async with asyncio.timeout(_SEND_S):
-                    await socket.close(*ended)
+                    await socket.close(*(ended or (1000, connection.reason)))
+
+    def _take(self, kept: KeptSession) -> None:
+        """Remove a session from the store for its client.
+
+        Raises:
+            Refusal: if it has given way to others meanwhile.
+        """
+        if not self._kept.take(kept):
+            raise _unknown_session()
+        self._expiries.pop(kept.id).cancel()
+
+    def _leave(self, key: str) -> None:
+        self._connections.pop(key).left.set_result(None)
+
+    async def _end(self, session: RealtimeSession, place: ExitStack, *, keeps: bool) -> None:
+        """Keep a session whose connection has ended, or free its memory; then free its place."""
+        with place:
+            kept = None
+            if keeps and not self._service.places.stopping.done():
+                with suppress(RuntimeError):
+                    kept = await session.keep()
+            if kept is None:
+                await session.close()
+            else:
+                await self._keep(kept)
+
+    async def _keep(self, kept: KeptSession) -> None:
+        """Store a session, until its client returns or the time is over."""
+        loop, seconds = asyncio.get_running_loop(), self._service.limits.realtime_kept_s
+        self._expiries[kept.id] = loop.call_later(seconds, self._expire, kept.id)
+        await run_sync(self._kept.add, kept)
+
+    def _expire(self, key: str) -> None:
+        del self._expiries[key]
+        if (kept := self._kept.find(key)) is not None:
+            closing = asyncio.ensure_future(run_sync(self._kept.expire, kept))
+            self._service.places.track_closing(closing)
 
     def _new_chat(self, model: str | None) -> Chat:
         """Return a chat that shares no prefix with others."""
@@ -196,7 +337,11 @@ class Realtime:
         return 1008, "too many events"
 
 
-async def _close(session: RealtimeSession, place: ExitStack) -> None:
-    """Free the memory of a session that has ended, then its place."""
-    with place:
-        await session.close()
+def _unknown_session() -> Refusal:
+    return Refusal(
+        404,
+        "session: there is none with this id; it was not kept, it has expired or given way to "
+        "others, or the server was restarted: begin a new one",
+        code="session_not_found",
+        field="session",
+    )

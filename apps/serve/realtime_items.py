@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -102,6 +103,7 @@ class RealtimeItems:
 
     Attributes:
         chat: the chat.
+        tasks: see above; those of another connection may replace them once they have ended.
         hears: whether the model reads sound.
         speaks: whether the model answers aloud.
         answering: future that is done after the last event of the running answer; None if none
@@ -112,7 +114,7 @@ class RealtimeItems:
     def __init__(
         self, chat: Chat, tasks: RealtimeTasks, source: MediaSource, max_size: int
     ) -> None:
-        self.chat, self._tasks, self._source, self._max_size = chat, tasks, source, max_size
+        self.chat, self.tasks, self._source, self._max_size = chat, tasks, source, max_size
         family = chat.pipe.family
         self.hears = Modality.AUDIO in family.reads
         self.speaks = family.talker is not None and bool(family.talker.speakers)
@@ -141,9 +143,18 @@ class RealtimeItems:
         about = {"item": entry.item, "previous_item_id": self.last_id}
         self._entries[entry.id] = entry
         self._size += entry.size
-        await self._tasks.tell("conversation.item.added", **about)
+        await self.tasks.tell("conversation.item.added", **about)
         if done:
-            await self._tasks.tell("conversation.item.done", **about)
+            await self.tasks.tell("conversation.item.done", **about)
+
+    async def tell_all(self) -> None:
+        """Tell the client all items, as if they were added now."""
+        previous = None
+        for entry in [*self._entries.values()]:
+            about = {"item": entry.item, "previous_item_id": previous}
+            await self.tasks.tell("conversation.item.added", **about)
+            await self.tasks.tell("conversation.item.done", **about)
+            previous = entry.id
 
     def drop(self, entry: Entry) -> None:
         """Remove an item that has not become part of the conversation."""
@@ -154,6 +165,18 @@ class RealtimeItems:
     def last_id(self) -> str | None:
         """Id of the last item; None if there is none."""
         return next(reversed(self._entries), None)
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of all items, as JSON, and of images that are not answered."""
+        entries = [*self._entries.values()]
+        written = sum(len(json.dumps(entry.item)) for entry in entries)
+        return written + sum(entry.size - entry.characters for entry in entries)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a part of the next question is in the cache: it is not moved to disk."""
+        return self._listening is not None and self._listening.read_tokens > 0
 
     def find(self, item_id: str) -> Entry:
         """Return the item with an id.
@@ -195,15 +218,15 @@ class RealtimeItems:
         samples = message = None
         if isinstance(given, MessageItem) and (sound := _only_sound(given)) is not None:
             self.check_hears()
-            samples = await self._tasks.in_thread(partial(_heard, sound))
+            samples = await self.tasks.in_thread(partial(_heard, sound))
         else:
-            message = await self._tasks.in_thread(partial(self._message, given))
+            message = await self.tasks.in_thread(partial(self._message, given))
         entry = Entry(_shown(given), message, 0 if message is None else _characters(message))
         self._check_room(entry.size, "item")
         await self.add(entry)
         if message is not None:
             add = self._add_answer if message.role == "assistant" else self.add_text
-            self._tasks.do(partial(add, entry), event)
+            self.tasks.do(partial(add, entry), event)
         return entry, samples
 
     def _has_call(self, call_id: str) -> bool:
@@ -281,7 +304,7 @@ class RealtimeItems:
         listening, reads = self._listening, self.answering is None
         assert listening is not None
         try:
-            await self._tasks.in_thread(partial(listening.hear, samples, read=reads))
+            await self.tasks.in_thread(partial(listening.hear, samples, read=reads))
         except InputError:
             await self.discard()
             raise
@@ -289,12 +312,19 @@ class RealtimeItems:
     async def discard(self) -> None:
         """Forget the current recording."""
         if self._listening is not None:
-            await self._tasks.in_thread(self._listening.discard)
+            await self.tasks.in_thread(self._listening.discard)
+            await self._add_later()
+
+    async def _add_later(self) -> None:
+        """Add the messages that came during a recording, which has ended."""
+        later, self._later = self._later, []
+        for text in later:
+            await self.add_text(text)
 
     async def catch_up(self) -> None:
         """Read what was heard during an answer."""
         if self._listening is not None and self.answering is None:
-            await self._tasks.in_thread(self._listening.catch_up)
+            await self.tasks.in_thread(self._listening.catch_up)
 
     async def end_recording(self, entry: Entry) -> None:
         """Make the current recording an item that is not answered.
@@ -305,11 +335,9 @@ class RealtimeItems:
         assert self._listening is not None
         if not self._listening.is_recording:
             raise FieldError("the sound could not be read, and was discarded", "audio")
-        await self._tasks.in_thread(self._listening.commit)
+        await self.tasks.in_thread(self._listening.commit)
         self.unanswered.append(entry)
-        later, self._later = self._later, []
-        for text in later:
-            await self.add_text(text)
+        await self._add_later()
 
     async def add_text(self, entry: Entry) -> None:
         """Add a message to those that are not answered, after the current recording."""
@@ -318,7 +346,7 @@ class RealtimeItems:
             return
         self.unanswered.append(entry)
         if self._listening is not None and entry.message is not None:
-            await self._tasks.in_thread(partial(self._listening.add, entry.message))
+            await self.tasks.in_thread(partial(self._listening.add, entry.message))
 
     async def _add_answer(self, entry: Entry) -> None:
         """Make the messages that are not answered, and an answer of the client, a turn of the chat.
@@ -335,7 +363,7 @@ class RealtimeItems:
             )
         tell = self._tell_past if listening is None else listening.tell
         try:
-            await self._tasks.in_thread(partial(tell, answer))
+            await self.tasks.in_thread(partial(tell, answer))
         except InputError:
             self.drop(entry)
             raise
@@ -391,9 +419,9 @@ class RealtimeItems:
             raise FieldError("only recordings that were answered can be deleted", "item_id")
         if self.answering is not None or (listening and listening.read_tokens):
             raise FieldError("cannot be deleted while something is heard or said", "item_id")
-        await self._tasks.in_thread(partial(self._forget, entry.turn, entry.medium))
+        await self.tasks.in_thread(partial(self._forget, entry.turn, entry.medium))
         self.drop(entry)
-        await self._tasks.tell("conversation.item.deleted", item_id=item_id)
+        await self.tasks.tell("conversation.item.deleted", item_id=item_id)
 
     def _forget(self, turn: int, medium: int) -> None:
         of_turn = [one for one in self.chat.segments if one.turn == turn and one.modality]
@@ -420,12 +448,12 @@ class RealtimeItems:
         entry.frames *= end_ms / entry.speech_ms
         entry.speech_ms = end_ms
         told = {"item_id": entry.id, "content_index": 0, "audio_end_ms": end_ms}
-        await self._tasks.tell("conversation.item.truncated", **told)
+        await self.tasks.tell("conversation.item.truncated", **told)
 
     async def shorten(self, entry: Entry, tokens: int) -> None:
         """Remove all but the first tokens of the last answer."""
         if (count := entry.tokens - tokens) > 0:
-            await self._tasks.in_thread(partial(self.chat.shorten_answer, count))
+            await self.tasks.in_thread(partial(self.chat.shorten_answer, count))
             entry.tokens = tokens
             for part in entry.item["content"]:
                 part["transcript"] = self.chat.turns[-1].answer

@@ -212,6 +212,8 @@ class RealtimeResponses:
 
     async def _answer(self, response: Response) -> None:
         """Begin an answer; another task sends its pieces."""
+        if self._tasks.gone.done() and self.active is response:
+            self.cut(response.reason)
         self._items.answering, response.asked = response.done, [*self._items.unanswered]
         arrival = perf_counter()
         await self._tasks.tell("response.created", response=self._fields(response, "in_progress"))

@@ -17,6 +17,7 @@ from uuid import uuid4
 from anyio import CapacityLimiter
 
 from oscar_mm.apps.serve.field_error import FieldError
+from oscar_mm.apps.serve.kept_sessions import KeptSession
 from oscar_mm.apps.serve.realtime_events import (
     RATE,
     AudioAppend,
@@ -54,35 +55,46 @@ _PCM = {"type": "audio/pcm", "rate": RATE}
 
 
 class RealtimeSession:
-    """One session, which lives as long as its connection.
+    """One session while it has a connection.
 
     Args:
         service: service of the server.
-        chat: new chat, which the session closes.
-        model: name of the model that the client has asked for; None for the served one.
+        begun: new chat, or the session that the client resumes; the session closes it.
+        model: name of the model that a new session has asked for; None for the served one.
         client: names that identify the client; see ``Request``.
         send: function that sends a JSON value to the client.
         threads: limit on the threads of all sessions.
+        keeps: whether ``keep`` is to follow, instead of ``close``.
     """
 
     def __init__(
         self,
         service: Service,
-        chat: Chat,
+        begun: Chat | KeptSession,
         model: str | None,
         client: tuple[str, ...],
         send: Callable[[dict[str, Any]], Awaitable[None]],
         threads: CapacityLimiter,
+        *,
+        keeps: bool,
     ) -> None:
         self._service, self._pipe = service, service.conversations.pipe
-        chat.client = client
+        self._client, self._keeps = client, keeps
         self._tasks = RealtimeTasks(service.metrics, send, threads)
-        max_size = service.limits.max_request_bytes
-        self._items = RealtimeItems(chat, self._tasks, service.media_source, max_size)
-        self._settings = self._first_settings(service.answering(model))
+        if isinstance(begun, KeptSession):
+            self._items, self._settings, tools = begun.items, begun.settings, begun.tools
+            self._items.tasks = self._tasks
+        else:
+            max_size = service.limits.max_request_bytes
+            self._items = RealtimeItems(begun, self._tasks, service.media_source, max_size)
+            self._settings, tools = self._first_settings(service.answering(model)), None
+        self._items.chat.client = client
+        self._settings["expires_at"] = int(time() + service.limits.realtime_s)
         parts = self._tasks, self._items
         self._responses = RealtimeResponses(service, client, *parts, self._settings)
+        self._responses.tools = tools
         self._transcriber = RealtimeTranscriber(service, client, self._tasks)
+        self._transcriber.use(self._settings["audio"]["input"]["transcription"])
         self._sound = RealtimeSound(
             *parts, self._transcriber, self._speech_began, self._speech_ended
         )
@@ -103,7 +115,6 @@ class RealtimeSession:
             "tools": [],
             "tool_choice": "auto",
             "truncation": "disabled",
-            "expires_at": int(time() + self._service.limits.realtime_s),
             "audio": {
                 "input": {"format": _PCM, "transcription": None, "noise_reduction": None},
                 "output": {"format": _PCM, "speed": 1.0},
@@ -117,14 +128,20 @@ class RealtimeSession:
         return settings
 
     @property
+    def id(self) -> str:
+        """The unguessable id of the session."""
+        return self._settings["id"]
+
+    @property
     def _detection(self) -> dict[str, Any] | None:
         """Settings of the turn detection; None for push to talk."""
         return self._settings["audio"]["input"]["turn_detection"]
 
     async def begin(self) -> None:
-        """Send the first event, and begin to work."""
+        """Send the first events, and begin to work."""
         self._tasks.begin()
         await self._tasks.tell("session.created", session=self._settings)
+        await self._items.tell_all()
 
     async def take(self, data: str | bytes) -> None:
         """Handle an event; if it is invalid, send the client an error."""
@@ -262,9 +279,23 @@ class RealtimeSession:
             self._responses.cut("client_cancelled")
         self._tasks.do(partial(self._items.truncate, entry, event.audio_end_ms), event)
 
+    async def keep(self) -> KeptSession:
+        """End the answer as if it were interrupted, forget sound that is not committed, and return
+        what the client can resume; call it once no event is handled any more.
+
+        Raises:
+            RuntimeError: if the session has failed; then ``close`` it.
+        """
+        self.leave()
+        self._sound.clear()
+        await self._tasks.finish()
+        parts = self._items, self._settings, self._responses.tools
+        return KeptSession(*parts, self._client[0], self._items.is_pinned)
+
     async def close(self) -> None:
         """End the answer, and free the chat; call it once no event is handled any more."""
         self.leave()
+        self._items.chat.cancel()
         await self._tasks.close()
         await self._tasks.in_thread(self._items.close)
 
@@ -272,7 +303,8 @@ class RealtimeSession:
         """Send nothing more, since the client is gone, and end the answer."""
         self._tasks.leave()
         self._responses.cut("client_cancelled")
-        self._items.chat.cancel()
+        if not self._keeps:
+            self._items.chat.cancel()
 
 
 def _refusal_of(error: InputError) -> Refusal:

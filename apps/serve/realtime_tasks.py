@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -44,10 +45,12 @@ class RealtimeTasks:
         self.gone.add_done_callback(lambda _: self._taken.set())
         self._running: set[asyncio.Task[None]] = set()
         self._worker: asyncio.Task[None] | None = None
+        self._closes = False
 
     def begin(self) -> None:
         """Begin to work, until ``close``."""
-        self._worker = self.run(self._work_on())
+        if self._worker is None:
+            self._worker = self.run(self._work_on())
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something beside the tasks that are done in order, and return its task."""
@@ -83,7 +86,7 @@ class RealtimeTasks:
             await self._taken.wait()
 
     async def _work_on(self) -> None:
-        while not self.gone.done():
+        while not self._closes:
             action = await self._work.get()
             self._taken.set()
             await action()
@@ -113,12 +116,38 @@ class RealtimeTasks:
         if not self.gone.done():
             self.gone.set_result(None)
 
+    async def finish(self) -> None:
+        """Do all that is queued without telling the client, then ``close``.
+
+        Raises:
+            RuntimeError: if the work has ended before.
+        """
+        self.leave()
+        self.begin()
+        assert self._worker is not None
+        while True:
+            done = asyncio.get_running_loop().create_future()
+            self._work.put_nowait(partial(_note, done))
+            await asyncio.wait((done, self._worker), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise RuntimeError("the work of the session has ended before")
+            left = {task for task in self._running if not task.done()} - {self._worker}
+            if not left and self._work.empty():
+                break
+            await asyncio.gather(*left, return_exceptions=True)
+        await self.close()
+
     async def close(self) -> None:
         """End the work, and wait for all else that runs, also what the last action begins."""
         self.leave()
+        self._closes = True
         if self._worker is not None:
             self._worker.cancel()
         # Only those that are not done: with Python 3.12, ``gather`` of others does not yield to the
         # event loop, which would never remove them then.
         while left := [task for task in self._running if not task.done()]:
             await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _note(done: asyncio.Future[None]) -> None:
+    done.set_result(None)

@@ -118,7 +118,8 @@ class ServerLimits:
         queue_s: maximum seconds that a request waits in the queue; None for no limit.
         trusted_proxies: addresses and networks of proxies whose X-Forwarded-For header says who
             the client is.
-        conversations: maximum number of stored chats, which later requests can continue.
+        conversations: maximum number of stored chats, which later requests can continue, and of
+            realtime sessions to which clients can return.
         idle: maximum number of connections besides those of running and queued requests.
         head_s: maximum seconds to receive a request's head.
         body_s: maximum seconds to receive a request's body.
@@ -127,6 +128,7 @@ class ServerLimits:
         realtime: maximum number of realtime sessions.
         realtime_s: maximum seconds of a realtime session.
         realtime_idle_s: maximum seconds in which the client of a session sends nothing.
+        realtime_kept_s: seconds in which the client of a session can return to it.
         media_hosts: hosts from which media may be fetched if the pipeline allows remote media; None
             for all hosts.
         ignore_tools: whether tools that the chat template does not support are left out of a
@@ -149,6 +151,7 @@ class ServerLimits:
     realtime: int = 16
     realtime_s: float = 3600.0
     realtime_idle_s: float = 600.0
+    realtime_kept_s: float = 3600.0
     media_hosts: AllowedHosts | None = None
     ignore_tools: bool = False
 

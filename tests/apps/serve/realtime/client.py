@@ -26,12 +26,13 @@ class Talk:
 
     def __init__(self, connection: Any) -> None:
         self.connection, self.seen = connection, list[Any]()
+        self.receive: Callable[[], Awaitable[Any]] = connection.recv
 
     async def until(self, kind: str, **fields: Any) -> Any:
         """Receive up to an event of a kind, and return the event."""
         async with asyncio.timeout(20):
             while True:
-                event = await self.connection.recv()
+                event = await self.receive()
                 self.seen.append(event)
                 if event.type == "error" and kind != "error":
                     raise AssertionError(event.error)
@@ -83,9 +84,10 @@ async def _talked(address: str, talk: Any, session: dict[str, Any]) -> Talk:
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Talk]:
+async def connected(address: str, **query: str) -> AsyncIterator[Talk]:
+    """A connection; ``query`` are further fields of its URL."""
     client = AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY)
-    async with client.realtime.connect(model="tiny") as connection:
+    async with client.realtime.connect(model="tiny", extra_query=query) as connection:
         talk = Talk(connection)
         await talk.until("session.created")
         yield talk

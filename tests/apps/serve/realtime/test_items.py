@@ -50,6 +50,24 @@ def test_a_past_is_told_and_recordings_are_forgotten(address: str) -> None:
     talked(address, talk, max_output_tokens=3, output_modalities=["text"])
 
 
+def test_texts_that_came_during_a_recording_outlast_it(address: str) -> None:
+    """Those that came before it was forgotten are asked next, before later ones."""
+
+    async def talk(one: Talk) -> None:
+        await one.say(sound(0.5))
+        part = {"type": "input_text", "text": "What is it?"}
+        item = {"type": "message", "role": "user", "content": [part]}
+        await one.connection.conversation.item.create(item=item)
+        await one.connection.input_audio_buffer.clear()
+        await one.until("input_audio_buffer.cleared")
+        await one.connection.response.create()
+        done = (await one.until("response.done")).response
+        assert done.usage.input_token_details.audio_tokens == 0
+        assert done.output[0].content[0].text
+
+    talked(address, talk, max_output_tokens=3, output_modalities=["text"])
+
+
 def test_images_are_seen_between_sounds(address: str, pipe) -> None:
     """As a chat sees them; the answer is text. Recordings among them can be forgotten."""
     picture = png()

@@ -1,0 +1,141 @@
+"""KeptSessions: realtime sessions without a connection, to which their clients may return by id."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from oscar_mm.apps.serve.kept_responses import MAX_BYTES
+
+if TYPE_CHECKING:
+    from oscar_mm.apps.serve.realtime_items import RealtimeItems
+    from oscar_mm.tool_parsers.offer import ToolOffer
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSession:
+    """State of a session between two connections.
+
+    Attributes:
+        items: its items, and the chat that has read them.
+        settings: its settings in the API's fields, with its unguessable id.
+        tools: tools that its answers may call.
+        address: address of its latest client, see ``client_of``.
+        is_pinned: whether a question was heard that is not answered: it is not moved to disk.
+    """
+
+    items: RealtimeItems
+    settings: dict[str, Any]
+    tools: ToolOffer | None
+    address: str
+    is_pinned: bool = False
+
+    @property
+    def id(self) -> str:
+        """The id of the session."""
+        return self.settings["id"]
+
+    @cached_property
+    def size(self) -> int:
+        """Number of bytes of its texts and images, besides the cache."""
+        return len(json.dumps(self.settings)) + self.items.size
+
+    def close(self) -> None:
+        """Free the chat."""
+        self.items.close()
+
+
+class KeptSessions:
+    """Store of sessions by id, of at most ``MAX_BYTES`` together; any thread may use it.
+
+    If there are too many, the client that has most of them loses its oldest one.
+
+    Args:
+        limit: maximum number of sessions.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._kept: OrderedDict[str, KeptSession] = OrderedDict()
+        self._limit, self._lock, self._closed = limit, threading.Lock(), False
+
+    def __len__(self) -> int:
+        """Return the number of sessions."""
+        return len(self._kept)
+
+    def add(self, session: KeptSession) -> None:
+        """Store a session, and close those that exceed the bounds, perhaps the session itself."""
+        dropped = list[KeptSession]()
+        with self._lock:
+            self._kept[session.id] = session
+            while (surplus := self._surplus()) is not None:
+                dropped.append(self._kept.pop(surplus.id))
+        for one in dropped:
+            one.close()
+
+    def _surplus(self) -> KeptSession | None:
+        """Return the session that has to go; None if all fit."""
+        share: Callable[[KeptSession], int]
+        if sum(one.size for one in self._kept.values()) > MAX_BYTES:
+            share = _size
+        elif self._closed or len(self._kept) > self._limit:
+            share = _one
+        else:
+            return None
+        shares = Counter[str]()
+        for one in self._kept.values():
+            shares[one.address] += share(one)
+        most = max(shares, key=lambda address: shares[address], default=None)
+        return next((one for one in self._kept.values() if one.address == most), None)
+
+    def find(self, key: str) -> KeptSession | None:
+        """Return the session with an id, which stays stored; None if there is none."""
+        return self._kept.get(key)
+
+    def take(self, session: KeptSession) -> bool:
+        """Remove a session for a client or to close it; return whether it was still stored."""
+        with self._lock:
+            if self._kept.get(session.id) is not session:
+                return False
+            del self._kept[session.id]
+            return True
+
+    def expire(self, session: KeptSession) -> None:
+        """Close a session unless its client has returned meanwhile."""
+        if self.take(session):
+            session.close()
+
+    def give_way(self, *, spills: bool) -> bool:
+        """Close the oldest session whose memory nothing else can free.
+
+        Args:
+            spills: whether chats are moved to disk when memory runs short.
+
+        Returns:
+            whether there was one.
+        """
+        held = (one for one in [*self._kept.values()] if not spills or one.is_pinned)
+        if (oldest := next(held, None)) is None:
+            return False
+        self.expire(oldest)
+        return True
+
+    def close(self) -> None:
+        """Close all sessions, also those that are added later."""
+        with self._lock:
+            self._closed = True
+            sessions, self._kept = self._kept, OrderedDict()
+        for one in sessions.values():
+            one.close()
+
+
+def _one(_: KeptSession) -> int:
+    return 1
+
+
+def _size(session: KeptSession) -> int:
+    return session.size
