@@ -32,6 +32,9 @@ _FILES = {
     "opus": ("OGG", "OPUS"),
 }
 """Container and codec of each format, as libsndfile names them."""
+_CONSTANT = {"bitrate_mode": "CONSTANT", "compression_level": 0.5}
+"""Options of mp3: 80 kbit/s. libsndfile takes the length of a stream from its size and its first
+frames, so with a variable bit rate it would leave out the end."""
 _STREAMED = "pcm16, flac, mp3 or opus"
 WHY_NOT_WAV = "a wav file begins with its length"
 MEDIA_TYPES = {
@@ -159,7 +162,9 @@ class SoundEncoder:
             import soundfile
 
             container, codec = _FILES[self._kind]
-            how = {"samplerate": rate, "channels": 1, "format": container, "subtype": codec}
+            how: dict[str, Any] = {"format": container, "subtype": codec}
+            how |= {"samplerate": rate, "channels": 1}
+            how |= _CONSTANT if self._kind == "mp3" else {}
             self._sound = soundfile.SoundFile(self._file, "w", **how)
         self._sound.write(samples)
 

@@ -21,6 +21,7 @@ from oscar_mm.apps.serve.spoken import (
     EarlierAudio,
     FieldError,
     KeptTranscripts,
+    SoundEncoder,
     audio_file,
 )
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
@@ -175,6 +176,20 @@ def test_a_stream_in_a_container(pipe, talk, monkeypatch) -> None:
         assert abs(len(found) - len(answer.speech)) < 3000
         if kind == "flac":
             np.testing.assert_allclose(found, answer.speech, atol=1e-4 + 2 / 32768)
+
+
+@pytest.mark.parametrize("kind", ["mp3", "opus"])
+def test_a_stream_is_as_long_for_libsndfile(kind: str) -> None:
+    """Loud and silent seconds, which need different numbers of bits."""
+    noise = np.random.default_rng(0).standard_normal(24_000).astype(np.float32) / 8
+    sound, encoder = np.concatenate([noise, 0 * noise] * 4), SoundEncoder(kind)
+    pieces = list[bytes]()
+    for start in range(0, len(sound), 9600):
+        encoder.write(sound[start : start + 9600], 24_000)
+        pieces.append(encoder.take())
+    encoder.close()
+    found = samples(b"".join([*pieces, encoder.take()]))
+    assert 0 <= len(found) - len(sound) < 3000
 
 
 @pytest.mark.parametrize("kind", ["wav", "flac", "mp3", "opus"])
