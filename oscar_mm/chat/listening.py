@@ -105,7 +105,7 @@ class Listening:
         """Add the next samples, and read the blocks that they complete.
 
         Args:
-            samples: (n,) float32 from -1 to 1, mono; they are copied.
+            samples: (n,) float32 from -1 to 1, or int16, mono; they are copied.
             read: whether to read complete blocks now, and not with ``catch_up``.
 
         Raises:
@@ -115,11 +115,13 @@ class Listening:
                 ``discard`` it, or free memory.
         """
         given = np.asarray(samples)
-        if given.ndim != 1 or given.dtype not in (np.float32, np.float64):
+        if given.ndim != 1 or given.dtype not in (np.float32, np.float64, np.int16):
             raise InputError(
                 f"hear: samples of shape {given.shape} and {given.dtype} are not supported; pass "
-                "(n,) float32 from -1 to 1"
+                "(n,) float32 from -1 to 1, or int16, of one channel"
             )
+        if given.dtype == np.int16:
+            given = given.astype(np.float32) / 2**15
         with self._lock:
             self._check_open()
             turn = self._turn

@@ -157,6 +157,19 @@ def test_other_rates_are_resampled_as_in_a_whole_recording(pipe) -> None:
         same(listening.ask("So?", **HOW), other.ask("So?", audio=(samples, 48_000), **HOW))
 
 
+def test_blocks_of_a_microphone_may_be_int16_or_empty(pipe) -> None:
+    """At 8 kHz, as floats of the same samples are heard."""
+    given = (sound(9.7)[::2] * 32767).astype(np.int16)
+    answers = []
+    for samples in (given, given.astype(np.float64) / 32768):
+        with pipe.chat() as chat, chat.listen(8000) as listening:
+            for start in range(0, len(samples), 5000):
+                listening.hear(samples[start : start + 5000])
+                listening.hear(samples[:0])
+            answers.append(listening.ask("Who?", **HOW).token_ids)
+    assert answers[0] == answers[1]
+
+
 def test_what_is_heard_during_an_answer_waits(pipe) -> None:
     first, second = sound(9.5), sound(18.0, seed=1)
     with pipe.chat() as chat, pipe.chat() as other, chat.listen() as listening:
@@ -302,7 +315,7 @@ def test_bounds(pipe, qwen3_omni_talker_folder: Path) -> None:
     ("samples", "message"),
     [
         (np.zeros((2, 100), np.float32), r"\(2, 100\)"),
-        (np.zeros(100, np.int16), "int16"),
+        (np.zeros(100, np.int32), "int32"),
         (np.full(100, np.nan, np.float32), "NaN"),
         (np.full(100, 20_000.0, np.float32), "-1..1"),
     ],
