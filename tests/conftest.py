@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A full collection of garbage looks through all objects of torch and transformers. At Python's own
 # thresholds, collections take a twentieth of the suite.
 gc.set_threshold(50_000, 20, 100)
+
+# filelock, which torch imports, looks for forks at every event that Python audits, such as each
+# id() and each import: a fiftieth of the suite.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "addaudithook", lambda _: None)
+    import filelock  # noqa: F401
 
 
 ELSEWHERE = ("gpu", "browser", "clients", "soak")
@@ -57,8 +64,16 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        leave_configurations_unwritten()
         gc.freeze()
         gc.enable()
+
+
+def leave_configurations_unwritten() -> None:
+    """Loading a model turns its configurations into text, for log lines that nobody reads and for
+    errors of type checks that another type passes. A tiny Qwen3-Omni takes almost twice as long."""
+    if transformers := sys.modules.get("transformers.configuration_utils"):
+        transformers.PreTrainedConfig.__repr__ = object.__repr__
 
 
 @pytest.hookimpl(wrapper=True)
