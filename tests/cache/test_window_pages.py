@@ -113,7 +113,7 @@ def test_logits_are_those_of_all_pages(wide: Any, policy: str) -> None:
         store = store_for(wide, POLICIES[policy], frees=frees)
         one, other = (OscarCache(store.policy, model=wide, store=store) for _ in range(2))
         logits = [read(wide, one, tokens(750)), read(wide, other, tokens(490, 1))]
-        for step in range(90):
+        for step in range(60):
             store.sweep()
             poison(store)
             logits += [read(wide, x, tokens(1, 2 + step)) for x in (one, other)]
@@ -123,6 +123,7 @@ def test_logits_are_those_of_all_pages(wide: Any, policy: str) -> None:
     assert torch.equal(*found) and not found[0].isnan().any()
 
 
+@pytest.mark.daily("mistral-stream", "gemma 3-whole pages", "gpt-oss-stream")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_layer_does_not_grow_beyond_its_window(model: Any, policy: str) -> None:
     store = store_for(model, POLICIES[policy], frees=True)
@@ -144,6 +145,7 @@ def test_a_layer_does_not_grow_beyond_its_window(model: Any, policy: str) -> Non
     assert store.allocators[bits].used >= 17 and max(stored_pages(store, bits)) <= 3
 
 
+@pytest.mark.daily("gemma 3")
 def test_rows_join_and_leave_captured_steps(wide: Any) -> None:
     """The same steps with early launches, as a graph runner makes them, and eagerly."""
     found = []
@@ -213,6 +215,7 @@ def test_forgotten_tokens_and_their_pages(model: Any, policy: str) -> None:
     assert (found[0] - found[1]).abs().mean() < 0.1 * found[0].std()
 
 
+@pytest.mark.daily("mistral-saved", "gemma 3-saved", "gpt-oss-pickled", "gemma 3-trimmed")
 @pytest.mark.parametrize("way", ["saved", "pickled", "trimmed"])
 def test_copies_continue_alike(model: Any, way: str, tmp_path: Path) -> None:
     store = store_for(model, POLICIES["stream"], frees=True)
@@ -248,6 +251,7 @@ def test_a_file_without_all_pages_needs_a_store_with_windows(model: Any, tmp_pat
         load_cache(tmp_path / "long", fingerprint="x", store=keeps)
 
 
+@pytest.mark.daily("mistral")
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -282,6 +286,7 @@ def test_sweeps_come_once_in_many_pages() -> None:
     assert places.capacity(bits) < 1.07 * count
 
 
+@pytest.mark.daily("mistral", "gemma 3")
 def test_layers_may_have_two_windows(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="oscar"
@@ -327,6 +332,7 @@ def chat_answers(folder: Path, tmp_path: Path) -> tuple[list[list[int]], OscarVL
     return found, pipe
 
 
+@pytest.mark.daily("gemma 3")
 def test_chats_answer_as_with_all_pages(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +344,7 @@ def test_chats_answer_as_with_all_pages(
     assert found == expected and not pipe.store.window_pages
 
 
+@pytest.mark.daily("gpt-oss")
 def test_undo_of_too_early_turns_is_refused(folder: Path) -> None:
     pipe = OscarVLPipeline(folder, policy=POLICIES["stream"], device="cpu")
     chat = pipe.chat()
@@ -350,6 +357,7 @@ def test_undo_of_too_early_turns_is_refused(folder: Path) -> None:
     assert chat.ask("Why?", max_new_tokens=2).token_ids
 
 
+@pytest.mark.daily("mistral", "gemma 3")
 def test_forecasts_bound_what_a_long_prompt_takes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +383,7 @@ def test_forecasts_bound_what_a_long_prompt_takes(
     assert with_windows[1] < 0.8 * with_all[1]
 
 
+@pytest.mark.daily("mistral")
 def test_a_closed_chat_leaves_its_whole_budget(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
