@@ -92,13 +92,12 @@ class Language:
         turn = [{"role": "user", "content": question}]
         return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
-    def greedy(self, ids: list[int], tokens: int) -> list[int]:
-        """The next tokens, by passes over all tokens without a cache."""
-        for _ in range(tokens):
-            with torch.no_grad():
-                logits = self.model(torch.tensor([ids]), use_cache=False).logits
-            ids = [*ids, int(logits[0, -1].argmax())]
-        return ids[-tokens:]
+    def greedy(self, ids: list[int], answer: list[int]) -> list[int]:
+        """The tokens after the ids and after each token of an answer, by a pass over all tokens
+        without a cache. They are the answer if and only if greedy decoding writes it."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([ids + answer[:-1]]), use_cache=False).logits
+        return logits[0, -len(answer) :].argmax(-1).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +123,10 @@ def test_answers_are_those_of_transformers(languages, name: str) -> None:
             expected = one.model(torch.tensor([ids])).logits[:, -1]
         found = read_prompt(one.pipe.model, prompt, one.pipe.new_cache())
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
-        requests.append(({"prompt": question, "max_new_tokens": 12}, one.greedy(ids, 12)))
-    for request, expected in requests:
-        assert one.pipe(**request).token_ids == expected
+        request = {"prompt": question, "max_new_tokens": 8}
+        answer = one.pipe(**request).token_ids
+        assert len(answer) == 8 and answer == one.greedy(ids, answer)
+        requests.append((request, answer))
     results = one.pipe.batch([request for request, _ in requests])
     assert [result.answer.token_ids for result in results] == [made for _, made in requests]
 
@@ -174,9 +174,9 @@ def test_turns_are_those_of_transformers(languages, name: str, tmp_path: Path) -
         if turn == 2:
             chat.save(tmp_path / "chat.oscar")
             chat = one.pipe.load_chat(tmp_path / "chat.oscar")
-        expected = one.greedy(ids, 9)
-        assert chat.ask(question, max_new_tokens=9).token_ids == expected
-        ids += expected
+        answer = chat.ask(question, max_new_tokens=9).token_ids
+        assert answer == one.greedy(ids, answer)
+        ids += answer
 
 
 def test_prefixes_are_shared(languages) -> None:
@@ -189,7 +189,7 @@ def test_prefixes_are_shared(languages) -> None:
         turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         text = one.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         answer = pipe(prompt=question, system=system, max_new_tokens=6)
-        assert answer.token_ids == one.greedy(one.ids(text), 6)
+        assert answer.token_ids == one.greedy(one.ids(text), answer.token_ids)
         assert pipe.prefixes is not None
         assert (pipe.prefixes.tokens_saved > 0) == (number > 0)
 
