@@ -1,9 +1,11 @@
 """Another model for the page: which, who may choose it, and that the earlier one is freed."""
 
+import gc
 import json
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,14 @@ def test_models_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert local_models("0.0.0.0") == [], "strangers choose no model"
 
 
+@pytest.fixture
+def frozen_again() -> Iterator[None]:
+    """The server unfreezes all objects; collections of later tests need not look through them."""
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("frozen_again")
 def test_the_next_page_has_the_other_model_and_the_first_is_freed(
     qwen3_omni_folder: Path, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
