@@ -180,7 +180,7 @@ def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:
     with nothing_runs(short), pytest.raises(RequestTooLarge, match=r"audio 26. \(long.flac: 26."):
         told.tell("Who?", "Nobody.", audio=long)
     # A stream without a header: nobody knows how long it is, and it is read as far as it may fit.
-    unknown = write_sound(tmp_path / "long.aac", tone(60.0))
+    unknown = write_sound(tmp_path / "long.aac", tone(20.0))
     for ask in (short, told.ask):
         with nothing_runs(short), pytest.raises(InputError, match="longer than the 15 s that fit"):
             ask(prompt="Who?", audio=unknown, max_new_tokens=4)

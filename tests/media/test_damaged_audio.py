@@ -237,17 +237,17 @@ def test_joined_mp3(tmp_path: Path) -> None:
         load_audio(one + other)
 
 
-@pytest.mark.parametrize("seconds", [0.12, 0.3])
-def test_delay_of_an_encoder(tmp_path: Path, seconds: float) -> None:
+@pytest.mark.parametrize("rate", [48_000, 16_000])
+def test_delay_of_an_encoder(tmp_path: Path, rate: int) -> None:
     untagged = {"id3v2_version": "0"}
-    for rate in (48_000, 16_000):
+    for seconds in (0.12, 0.3):
         path = write_sound(tmp_path / "a.mp3", tone(seconds), rate=rate, muxer=untagged)
         assert load_audio(path).seconds == pytest.approx(seconds, abs=0.08)
         tagged = b"ID3\4\0\0\0\0\2\1" + bytes(257) + path.read_bytes()
         assert load_audio(tagged).seconds == pytest.approx(seconds, abs=0.08)
-        longer = write_sound(tmp_path / "b.mp3", tone(9), rate=rate, muxer=untagged).read_bytes()
-        with pytest.raises(InputError, match=r"of [89]\.\d s, so the file is cut off"):
-            load_audio(tagged[:267] + longer[: len(longer) // 2])
+    longer = write_sound(tmp_path / "b.mp3", tone(9), rate=rate, muxer=untagged).read_bytes()
+    with pytest.raises(InputError, match=r"of [89]\.\d s, so the file is cut off"):
+        load_audio(tagged[:267] + longer[: len(longer) // 2])
 
 
 def test_a_wav_of_unknown_size(tmp_path: Path) -> None:

@@ -297,13 +297,14 @@ def test_the_talkers_cache_is_packed(speaking, monkeypatch) -> None:
 
 @pytest.mark.daily("6")
 @pytest.mark.parametrize("pieces", [1, 6])
-def test_leaving_a_stream_frees_everything(speaking, pieces: int) -> None:
+def test_leaving_a_stream_frees_everything(speaking, monkeypatch, pieces: int) -> None:
     stream = speaking.stream(**ASKED, audio=tone(1), seed=LONG)
     spoken = stream.with_speech()
     for _ in range(pieces):
         next(spoken)
     stream.close()
     assert free(speaking)
+    brief(monkeypatch, 8)
     assert len(speaking(**ASKED, seed=LONG).speech)
 
 
@@ -319,6 +320,8 @@ def test_coroutines_get_speech(speaking, monkeypatch) -> None:
 
 
 def test_speech_that_fails_ends_its_own_answer(speaking, monkeypatch) -> None:
+    brief(monkeypatch, 8)
+
     def fails(*_: Any) -> None:
         raise RuntimeError("no breath")
 

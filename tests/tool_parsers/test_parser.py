@@ -132,7 +132,7 @@ def parse(
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(before=plain, calls=calls_of, after=plain, sizes=cuts)
 def test_what_was_written_is_read(
     writer: str, before: str, calls: list[Call], after: str, sizes: list[int]
@@ -191,7 +191,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=25), sizes=cuts, one=st.booleans())
 def test_any_text_is_read_the_same_in_pieces(
     name: str, fragments: list[str], sizes: list[int], one: bool
