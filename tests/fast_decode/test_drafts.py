@@ -107,7 +107,8 @@ def test_captured_passes_give_the_same_answers(
     Oracle(monkeypatch, expected, range(0, LENGTH, 4))
     assert ids(pipe) == expected
     assert repeat.replays > LENGTH // 6
-    # Most passes are launched before the host knows how many drafts of the one before are right.
+    # With pages of few bits, most passes are launched before the host knows how many drafts of the
+    # one before are right; otherwise pools grow first.
     assert sum(early) > LENGTH // 6 or policy != "compact"
 
 
@@ -522,7 +523,9 @@ def test_passes_agree_with_steps(
         launched += captured.is_ahead
         if done - start > 190:
             break
-    assert passes > 45 and launched > 40 and unknown > 20
+    assert passes > 45 and launched > 40
+    # Without pages, pools grow in most passes, for which the host first waits for the tokens.
+    assert unknown > 20 or policy == "bf16"
     check_close(torch.stack(found_logits), torch.stack(expected_logits))
     for cache in caches[:2]:
         assert cache.get_seq_length() == caches[2].get_seq_length() == done
