@@ -29,6 +29,10 @@ class RequestTooLarge(InputError):
         self.asked, self.fits = asked, fits
 
 
+class ToolsUnsupported(InputError):
+    """Tools for a checkpoint whose chat template does not support them."""
+
+
 class MemoryBusy(InputError):
     """A request must wait for memory: it will fit once other requests end."""
 

@@ -276,23 +276,19 @@ class Pipeline:
         tool_choice: Any = None,
         *,
         parallel: bool = True,
-        ignore_unsupported: bool = False,
     ) -> ToolOffer | None:
         """Validate tools and return them as an offer; None if no tool may be called.
 
         Args:
             tools, tool_choice: see ``chat``.
             parallel: whether an answer may contain several calls.
-            ignore_unsupported: whether tools that the chat template does not support are left out,
-                unless the choice requires a call; otherwise they are an error.
 
         Raises:
             InputError: if a tool is invalid; the message names the tool and says what is valid.
+            ToolsUnsupported: if the chat template does not support tools.
             RequestTooLarge: if the tools are too long.
         """
-        offer = self.family.offer(
-            tools, tool_choice, parallel=parallel, ignore_unsupported=ignore_unsupported
-        )
+        offer = self.family.offer(tools, tool_choice, parallel=parallel)
         if offer is not None:
             self.admission.check_characters("tools", offer.characters)
         return offer

@@ -36,6 +36,7 @@ from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
 from oscar_mm.apps.serve.refusals import ClientGone, Refusal, as_refusals
 from oscar_mm.apps.serve.responses_body import function_tool, named_choice
 from oscar_mm.apps.serve.spoken import pcm16
+from oscar_mm.apps.serve.tools import offer_of
 from oscar_mm.chat.conversation import ChatEngine
 from oscar_mm.engine.answer import Answer, AnswerStream, Reasoning
 from oscar_mm.engine.async_pieces import AsyncPieces
@@ -183,13 +184,8 @@ class RealtimeResponses:
                 'only session.update can change it to or from "none": leave it out',
                 "response.tool_choice",
             )
-        return offer_of(
-            self._items.chat.pipe,
-            tools,
-            choice,
-            "response.tool_choice",
-            ignore_unsupported=self._service.limits.ignore_tools,
-        )
+        place, ignore = "response.tool_choice", self._service.limits.ignore_tools
+        return realtime_offer(self._items.chat.pipe, tools, choice, place, ignore_tools=ignore)
 
     def cancel(self, event: ResponseCancel) -> None:
         """End the active answer.
@@ -449,13 +445,13 @@ class RealtimeResponses:
         }
 
 
-def offer_of(
+def realtime_offer(
     pipe: ChatEngine,
     tools: Sequence[dict[str, Any]],
     choice: ToolChoice,
     place: str,
     *,
-    ignore_unsupported: bool,
+    ignore_tools: bool,
 ) -> ToolOffer | None:
     """Return the tools of a session with a tool choice; None if none may be called.
 
@@ -463,7 +459,7 @@ def offer_of(
         pipe: pipeline that answers.
         tools, choice: as in the API.
         place: field of the API that errors name if they concern all tools together.
-        ignore_unsupported: see ``ServerLimits.ignore_tools``.
+        ignore_tools: see ``ServerLimits``.
 
     Raises:
         FieldError: if they are not supported, or too long.
@@ -474,7 +470,7 @@ def offer_of(
         )
     functions = [function_tool(tool, f"session.tools[{at}]") for at, tool in enumerate(tools)]
     try:
-        return pipe.offer(functions, named_choice(choice), ignore_unsupported=ignore_unsupported)
+        return offer_of(pipe, functions, named_choice(choice), ignore_tools=ignore_tools)
     except InputError as error:
         raise FieldError(str(error), place) from None
 

@@ -38,7 +38,7 @@ from oscar_mm.apps.serve.realtime_events import (
     read_event,
 )
 from oscar_mm.apps.serve.realtime_items import RealtimeItems
-from oscar_mm.apps.serve.realtime_responses import RealtimeResponses, Response, offer_of
+from oscar_mm.apps.serve.realtime_responses import RealtimeResponses, Response, realtime_offer
 from oscar_mm.apps.serve.realtime_sound import RealtimeSound
 from oscar_mm.apps.serve.realtime_tasks import RealtimeTasks
 from oscar_mm.apps.serve.realtime_transcriber import RealtimeTranscriber
@@ -233,7 +233,7 @@ class RealtimeSession:
                 "session.tools",
             )
         ignore = self._service.limits.ignore_tools
-        return offer_of(self._pipe, tools, choice, "session.tools", ignore_unsupported=ignore)
+        return realtime_offer(self._pipe, tools, choice, "session.tools", ignore_tools=ignore)
 
     @property
     def _is_begun(self) -> bool:

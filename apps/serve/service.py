@@ -71,6 +71,7 @@ from oscar_mm.apps.serve.tokenizing import (
     conversation_ids,
     text_ids,
 )
+from oscar_mm.apps.serve.tools import offer_of
 from oscar_mm.apps.serve.transcription_writer import TranscriptionWriter
 from oscar_mm.apps.serve.transcriptions_body import read_form
 from oscar_mm.apps.serve.transcriptions_body import renamed as as_in_form
@@ -552,12 +553,8 @@ class Service:
         template = pipe.family.template(body.template_fields)
         request = read_request(body, self.media_source, template, self._spoken(body), self.said)
         parallel = body.parallel_tool_calls is not False
-        offer = pipe.offer(
-            body.tools,
-            body.tool_choice,
-            parallel=parallel,
-            ignore_unsupported=self.limits.ignore_tools,
-        )
+        ignore = self.limits.ignore_tools
+        offer = offer_of(pipe, body.tools, body.tool_choice, parallel=parallel, ignore_tools=ignore)
         request = replace(request, tools=offer)
         if request.spoken is not None:
             pipe.check_speech(request.spoken.speaker, tools=offer)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from oscar_mm.errors import ToolsUnsupported
 from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta
+
+if TYPE_CHECKING:
+    from oscar_mm.chat.conversation import ChatEngine
+    from oscar_mm.tool_parsers.offer import ToolOffer
 
 
 class ToolFields(BaseModel):
@@ -17,6 +23,34 @@ class ToolFields(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+
+def offer_of(
+    pipe: ChatEngine,
+    tools: Sequence[dict[str, Any]] | None,
+    choice: Any,
+    *,
+    parallel: bool = True,
+    ignore_tools: bool,
+) -> ToolOffer | None:
+    """Return the tools of a request as an offer; None if no tool may be called.
+
+    Args:
+        pipe: pipeline that answers.
+        tools, choice, parallel: see ``Pipeline.offer``.
+        ignore_tools: see ``ServerLimits``; tools are then left out if the chat template does not
+            support them.
+
+    Raises:
+        InputError: see ``Pipeline.offer``.
+    """
+    try:
+        return pipe.offer(tools, choice, parallel=parallel)
+    except ToolsUnsupported:
+        # An answer without the call that a client requires would be wrong.
+        if ignore_tools and choice in (None, "auto"):
+            return None
+        raise
 
 
 def call_body(call: ToolCall) -> dict[str, Any]:

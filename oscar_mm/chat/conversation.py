@@ -433,7 +433,7 @@ class ChatEngine(Protocol):
         tools: Sequence[Any] | None,
         tool_choice: Any = None,
         *,
-        ignore_unsupported: bool = False,
+        parallel: bool = True,
     ) -> ToolOffer | None:
         """Check tools and return them as an offer; None if no tool may be called."""
         ...

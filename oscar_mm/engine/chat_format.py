@@ -130,16 +130,13 @@ class ChatFormat:
         choice: Any = None,
         *,
         parallel: bool = True,
-        ignore_unsupported: bool = False,
     ) -> ToolOffer | None:
         """Check the tools of a request; see ``read_offer`` for the arguments.
 
         Raises:
             InputError: if a tool or the choice is invalid or contains a control token.
         """
-        offer = read_offer(
-            tools, choice, parallel, self.tool_format, ignore_unsupported=ignore_unsupported
-        )
+        offer = read_offer(tools, choice, parallel, self.tool_format)
         for place, tool in enumerate(() if offer is None else offer.tools):
             for text in tool.texts():
                 self.refuse_control_tokens(f"tools[{place}]", text)

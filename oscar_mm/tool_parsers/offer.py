@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oscar_mm.errors import InputError, shown, suggestion
+from oscar_mm.errors import InputError, ToolsUnsupported, shown, suggestion
 from oscar_mm.tool_parsers.definitions import ToolDefinition, read_definitions
 from oscar_mm.tool_parsers.grammar import calls_or
 from oscar_mm.tool_parsers.parser import MAX_CALLS, ToolCallParser, ToolFormat
@@ -85,8 +85,6 @@ def read_offer(
     choice: Any,
     parallel: bool,
     tool_format: type[ToolFormat] | None,
-    *,
-    ignore_unsupported: bool = False,
 ) -> ToolOffer | None:
     """Validate the tools and the tool choice of a request.
 
@@ -95,14 +93,13 @@ def read_offer(
         choice: OpenAI's tool_choice: "none", "auto", "required", a function, or None.
         parallel: whether an answer may contain several calls.
         tool_format: tool format of the model's chat template; None if it does not support tools.
-        ignore_unsupported: whether valid tools are left out if the template does not support
-            them and no call is required; otherwise they are an error.
 
     Returns:
-        The offer; None if no tools are given, none may be called, or they are left out.
+        The offer; None if no tools are given, or none may be called.
 
     Raises:
         InputError: if an argument is invalid; the message names argument, error and remedy.
+        ToolsUnsupported: if they are valid, but the template does not support them.
     """
     definitions, named = read_definitions(() if tools is None else tools), _named(choice)
     if choice == "none":
@@ -112,10 +109,7 @@ def read_offer(
             raise InputError("tool_choice: requires tools to choose from; pass tools")
         return None
     if tool_format is None:
-        # An answer without the call that a client requires would be wrong, so that stays an error.
-        if ignore_unsupported and named is None and choice != "required":
-            return None
-        raise InputError(
+        raise ToolsUnsupported(
             "tools: the chat template of this checkpoint does not support tools, or writes calls "
             "in an unknown format; leave tools out"
         )
