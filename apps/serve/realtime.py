@@ -229,9 +229,9 @@ class Realtime:
                 reading.cancel()
 
         async def read() -> tuple[int, str]:
-            await session.begin()
             try:
                 async with asyncio.timeout(limits.realtime_s):
+                    await session.begin()
                     return await self._read(socket, session, lambda: sent)
             except TimeoutError:
                 return 1000, "the session was idle, or has lasted too long"
@@ -268,7 +268,8 @@ class Realtime:
         """
         if not self._kept.take(kept):
             raise _unknown_session()
-        self._expiries.pop(kept.id).cancel()
+        if (expiry := self._expiries.pop(kept.id, None)) is not None:
+            expiry.cancel()
 
     def _leave(self, key: str) -> None:
         self._connections.pop(key).left.set_result(None)
@@ -287,9 +288,13 @@ class Realtime:
 
     async def _keep(self, kept: KeptSession) -> None:
         """Store a session, until its client returns or the time is over."""
-        loop, seconds = asyncio.get_running_loop(), self._service.limits.realtime_kept_s
-        self._expiries[kept.id] = loop.call_later(seconds, self._expire, kept.id)
         await run_sync(self._kept.add, kept)
+        if self._kept.find(kept.id) is kept:
+            loop, seconds = asyncio.get_running_loop(), self._service.limits.realtime_kept_s
+            self._expiries[kept.id] = loop.call_later(seconds, self._expire, kept.id)
+        for key in [*self._expiries]:
+            if self._kept.find(key) is None:  # It has given way to others.
+                self._expiries.pop(key).cancel()
 
     def _expire(self, key: str) -> None:
         del self._expiries[key]

@@ -401,14 +401,14 @@ class RealtimeResponses:
 
     async def _fail(self, response: Response, error: BaseException) -> None:
         """Send the last event of an answer that does not become a turn of the chat."""
+        for entry in response.output:
+            self._items.drop(entry)
         if response.cut.done() or isinstance(error, asyncio.CancelledError):
             await self._end(response, "cancelled")
             return
         refusal = error if isinstance(error, Refusal) else Refusal(500, "the answer failed")
         self._tasks.count(refusal)
         about = {"type": refusal.kind, "code": refusal.code, "message": str(refusal)}
-        for entry in response.output:
-            self._items.drop(entry)
         await self._end(response, "failed", error=about)
 
     async def _end(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -20,7 +22,10 @@ from websockets.sync.client import connect as raw_connect
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.serve.kept_sessions import KeptSession, KeptSessions
+from oscar_mm.apps.serve.realtime import Realtime
+from oscar_mm.apps.serve.realtime_items import Entry, RealtimeItems
 from oscar_mm.apps.serve.realtime_responses import RealtimeResponses
+from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from oscar_mm.engine.message import Message
@@ -158,8 +163,6 @@ def test_an_answer_that_a_lost_connection_cut_can_be_truncated(
 
 def sessions_of(server: Any, key: str) -> Any:
     """The items of an open session."""
-    import gc
-
     from oscar_mm.apps.serve.realtime_session import RealtimeSession
 
     found = [x for x in gc.get_objects() if isinstance(x, RealtimeSession) and x.id == key]
@@ -341,6 +344,119 @@ def test_what_a_lost_connection_had_asked_is_asked_again(
     asyncio.run(talk())
     details = used[0].input_token_details
     assert (details.audio_tokens, details.image_tokens) == (260, 6)
+
+
+def test_a_client_returns_while_its_session_expires(pipe: Any) -> None:
+    """The timer has fired, and no thread has freed the session yet."""
+    with started(create_app(pipe, "tiny", ServerLimits(api_key=KEY, realtime_kept_s=0.3))) as both:
+        sessions = both[0].service.conversations.sessions
+        sessions.expire = lambda _: None  # The thread that would close it is late.
+
+        async def talk() -> str:
+            async with connected(both[1], keep="true") as one:
+                key = one.seen[0].session.id
+            await kept_one(sessions)
+            await asyncio.sleep(0.6)
+            async with connected(both[1], session=key, keep="false") as one:
+                return one.seen[0].session.id == key
+
+        assert asyncio.run(talk())
+
+
+def test_sessions_that_gave_way_leave_no_timers(pipe: Any) -> None:
+    app = create_app(pipe, "tiny", ServerLimits(api_key=KEY))
+    with started(app) as both:
+        sessions = both[0].service.conversations.sessions
+        sessions._limit = 2
+
+        async def talk() -> None:
+            for _ in range(5):
+                async with connected(both[1], keep="true"):
+                    pass
+            while both[0].service.metrics.realtime._value.get():
+                await asyncio.sleep(0.01)
+
+        asyncio.run(asyncio.wait_for(talk(), 20))
+        [realtime] = [
+            one for one in gc.get_objects() if isinstance(one, Realtime) and one._kept is sessions
+        ]
+        assert len(sessions) == 2
+        assert {*realtime._expiries} == {*named(sessions)}
+
+
+def test_a_client_that_reads_its_items_slowly_does_not_stay(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a session counts from its beginning, not from the last item that was sent."""
+
+    async def slowly(_: Any) -> None:
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(RealtimeItems, "tell_all", slowly)
+    with started(create_app(pipe, "tiny", ServerLimits(api_key=KEY, realtime_s=0.5))) as both:
+
+        async def talk() -> Any:
+            async with connected(both[1]) as one, asyncio.timeout(5):
+                with pytest.raises(ConnectionClosed) as closed:
+                    await one.connection.recv()
+                return closed.value.rcvd
+
+        assert "too long" in asyncio.run(talk()).reason
+
+
+def test_other_clients_go_on_while_all_items_are_told(pipe: Any) -> None:
+    """Events that the connection takes at once do not keep the server's loop."""
+
+    async def talk() -> None:
+        told = list[str]()
+
+        async def tell(kind: str, **_: Any) -> None:
+            told.append(kind)
+
+        tasks: Any = SimpleNamespace(tell=tell)
+        with pipe.chat() as chat:
+            items = RealtimeItems(chat, tasks, None, 1000)  # pyright: ignore[reportArgumentType]
+            for number in range(50):
+                await items.add(Entry({"id": str(number)}), done=False)
+            told.clear()
+            telling = asyncio.ensure_future(items.tell_all())
+            await asyncio.sleep(0)
+            assert 0 < len(told) < 100
+            await telling
+            assert len(told) == 100
+            items.close()
+
+    asyncio.run(talk())
+
+
+def test_an_answer_that_fails_after_a_lost_connection_leaves_no_item(
+    server: Any, sessions: KeptSessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No answer remains ``in_progress`` that no event will ever end."""
+    send = RealtimeResponses._send_piece
+
+    async def failing(self: Any, response: Any, *rest: Any) -> None:
+        await send(self, response, *rest)
+        if response.text:
+            await response.cut
+            raise Refusal(500, "the engine has failed")
+
+    async def talk() -> None:
+        monkeypatch.setattr(RealtimeResponses, "_send_piece", failing)
+        async with connected(server[1], keep="true") as one:
+            key = one.seen[0].session.id
+            await one.connection.session.update(session=TEXT)
+            await ask(one, "What is it?")
+            await one.until("response.output_text.delta")
+            one.connection._connection.transport.abort()
+        monkeypatch.setattr(RealtimeResponses, "_send_piece", send)
+        async with connected(server[1], session=key) as one:
+            await one.connection.session.update(session=TEXT)
+            await one.until("session.updated")
+            added = [x.item for x in one.seen if x.type == "conversation.item.added"]
+            assert [(x.role, x.status) for x in added] == [("user", "completed")]
+
+    asyncio.run(talk())
 
 
 @dataclass(eq=False)
