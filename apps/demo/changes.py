@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -52,13 +52,17 @@ _PAUSE_S = 0.2
 
 
 class Changes:
-    """Streams of events, one for each browser; other threads may call ``tell`` and ``close``."""
+    """Streams of events, one for each browser; other threads may call ``tell`` and ``close``.
 
-    def __init__(self) -> None:
-        self._streams: set[_Stream] = set()
-        self._closed = False
+    Args:
+        limit: maximum number of streams; one more ends the oldest, whose browser connects again.
+    """
 
-    async def stream(self, keys: Sequence[str]) -> AsyncIterator[str]:
+    def __init__(self, limit: int) -> None:
+        self._streams: dict[_Stream, None] = {}
+        self._limit, self._closed = limit, False
+
+    async def stream(self, keys: Sequence[str]) -> AsyncGenerator[str, None]:
         """Yield server-sent events: a page's session hash after each change, and comments in
         between.
 
@@ -66,10 +70,15 @@ class Changes:
             keys: session hashes of the browser's pages.
         """
         stream = _Stream(frozenset(keys), asyncio.get_running_loop())
-        self._streams.add(stream)
+        self._streams[stream] = None
+        if len(self._streams) > self._limit:
+            oldest = next(iter(self._streams))
+            del self._streams[oldest]
+            oldest.is_ended = True
+            oldest.woken.set()
         try:
             yield ":\n\n"  # Sends the head of the response, so that pages know of the stream.
-            while not self._closed:
+            while not (self._closed or stream.is_ended):
                 try:
                     await asyncio.wait_for(stream.woken.wait(), _KEEP_ALIVE_S)
                 except TimeoutError:
@@ -82,7 +91,7 @@ class Changes:
                 if not self._closed:
                     await asyncio.sleep(_PAUSE_S)
         finally:
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
 
     def tell(self, *keys: str) -> None:
         """Send an event to the pages with these session hashes."""
@@ -105,13 +114,15 @@ class _Stream:
         keys: session hashes of the browser's pages.
         loop: event loop of the server; only its thread may change the other attributes.
         changed: session hashes of the pages to tell.
-        woken: whether there is something to send.
+        woken: whether there is something to send, or the stream ends.
+        is_ended: whether it has given way to another stream.
     """
 
     keys: frozenset[str]
     loop: asyncio.AbstractEventLoop
     changed: set[str] = field(default_factory=set)
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+    is_ended: bool = False
 
     def wake(self, keys: Iterable[str]) -> None:
         """Send the session hashes; any thread may call this."""

@@ -92,7 +92,7 @@ class Sessions:
         # A browser that lost its connection returns with its previous session hash.
         self._former_visits: dict[str, str] = {}
         self._lock, self._closed = threading.Lock(), False
-        self.changes = Changes()
+        self.changes = Changes(MAX_VISITS)
 
     def pipeline(self, policy: KVPolicy) -> Pipeline:
         """Return a pipeline for the model with this policy."""
