@@ -171,10 +171,11 @@ class RealtimeItems:
 
     @property
     def size(self) -> int:
-        """Number of bytes of all items, as JSON, and of images that are not answered."""
+        """Number of bytes of all items, as JSON, and of images and sound that are not answered."""
         entries = [*self._entries.values()]
         written = sum(len(json.dumps(entry.item)) for entry in entries)
-        return written + sum(entry.size - entry.characters for entry in entries)
+        heard = 0 if self._listening is None else self._listening.unread_bytes
+        return written + heard + sum(entry.size - entry.characters for entry in entries)
 
     @property
     def is_pinned(self) -> bool:

@@ -96,6 +96,12 @@ class Listening:
             return self._turn.tokens
 
     @property
+    def unread_bytes(self) -> int:
+        """Number of bytes of the parts of the next question that are not in the cache."""
+        with self._lock:
+            return self._turn.unread_bytes
+
+    @property
     def memory(self) -> MemoryReport:
         """Memory report of the chat, including what was read of the next question."""
         with self._lock:

@@ -129,6 +129,12 @@ class OpenTurn:
         return 0 if self.read is None else self.read.tokens
 
     @property
+    def unread_bytes(self) -> int:
+        """Number of bytes of the inputs of recordings that are not in the cache."""
+        blocks = (block for one in self.recordings for block in one.blocks)
+        return sum(given.nbytes for block in blocks for given in block.inputs.values())
+
+    @property
     def has_new_blocks(self) -> bool:
         """Whether the recording that is being made has blocks that are not in the cache."""
         return self.going_on is not None and any(one.inputs for one in self.going_on.blocks)

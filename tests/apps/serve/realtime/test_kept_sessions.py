@@ -459,6 +459,21 @@ def test_an_answer_that_fails_after_a_lost_connection_leaves_no_item(
     asyncio.run(talk())
 
 
+def test_sound_that_is_not_read_counts_to_the_bound(server: Any, sessions: KeptSessions) -> None:
+    """The features of short recordings are in memory until the question is read."""
+
+    async def talk() -> int:
+        async with connected(server[1], keep="true") as one:
+            await one.connection.session.update(session=TEXT)
+            for _ in range(5):
+                await one.say(sound(6.0), size=RATE * 6)
+                await one.connection.input_audio_buffer.commit()
+                await one.until("conversation.item.done")
+        return (await kept_one(sessions)).size
+
+    assert asyncio.run(talk()) > 400_000
+
+
 @dataclass(eq=False)
 class Items:
     """Items of a session, of which only the sizes are real."""
