@@ -81,6 +81,7 @@ class Recording:
         self._add(self._mono.finish(0.0).samples)
         if (rest := self._sound.rest()) is not None:
             self.blocks.append(rest)
+        del self._sound  # It has the last samples.
 
     def _add(self, samples: np.ndarray) -> None:
         self._digest.update(samples.tobytes())

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -472,6 +473,17 @@ def test_sound_that_is_not_read_counts_to_the_bound(server: Any, sessions: KeptS
         return (await kept_one(sessions)).size
 
     assert asyncio.run(talk()) > 400_000
+
+
+def test_a_committed_recording_keeps_no_samples(pipe: Any) -> None:
+    """Its features are enough for the question."""
+    with pipe.chat() as chat, chat.listen(RATE) as listening:
+        listening.hear(sound(6.0))
+        sound_of = weakref.ref(listening._turn.going_on._sound)
+        assert sound_of() is not None
+        listening.commit()
+        gc.collect()
+        assert sound_of() is None
 
 
 @dataclass(eq=False)
