@@ -303,12 +303,23 @@ class RealtimeItems:
         """Add (n,) float32 samples at 16 kHz to the current recording.
 
         Raises:
-            InputError: if the chat refuses them; the recording is discarded.
+            InputError: if the chat refuses them, or too much is not read; the recording is
+                discarded.
         """
         listening, reads = self._listening, self.answering is None
         assert listening is not None
+
+        def hear() -> None:
+            listening.hear(samples, read=reads)
+            if listening.unread_bytes > self._max_size:
+                raise FieldError(
+                    f"the sound that is not read yet takes more than {self._max_size:,} bytes: "
+                    "ask for a response, or wait until it is done",
+                    "audio",
+                )
+
         try:
-            await self.tasks.in_thread(partial(listening.hear, samples, read=reads))
+            await self.tasks.in_thread(hear)
         except InputError:
             await self.discard()
             raise

@@ -121,6 +121,28 @@ def test_images_that_are_not_answered_are_bounded(pipe) -> None:
         talked(address, talk, output_modalities=["text"])
 
 
+def test_sound_that_is_not_read_is_bounded(pipe) -> None:
+    """Short recordings are read with the question that they belong to."""
+    limits = ServerLimits(api_key=KEY, max_new_tokens=2, max_request_bytes=200_000)
+
+    async def talk(one: Talk) -> None:
+        for _ in range(3):  # A second of sound takes some 13,600 bytes.
+            await one.say(sound(6.0), size=RATE * 6)
+            await one.connection.input_audio_buffer.commit()
+            await one.until("conversation.item.done")
+        await one.say(sound(6.0), size=RATE * 6)
+        assert "ask for a response" in (await one.until("error")).error.message
+        await one.connection.input_audio_buffer.clear()
+        await one.connection.response.create()
+        await one.until("response.done")
+        await one.say(sound(6.0), size=RATE * 6)
+        await one.connection.input_audio_buffer.commit()
+        await one.until("conversation.item.done")
+
+    with started(create_app(pipe, "tiny", limits)) as (_, address):
+        talked(address, talk, output_modalities=["text"])
+
+
 def test_instructions_that_are_not_answered_are_bounded(pipe) -> None:
     limits = ServerLimits(api_key=KEY, max_new_tokens=2, max_request_bytes=3000)
 
