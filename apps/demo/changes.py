@@ -21,8 +21,8 @@ WATCH_SCRIPT = """(visitor) => {
   if (!port) follow();
 }"""
 """Script that shows what other pages change in the conversation of this page, given the page's
-session hash. A page out of sight catches up when it is seen again; so does, where browsers have no
-shared workers, a page in sight."""
+session hash. A hidden page catches up when it is shown again. In browsers without shared workers,
+a page in sight shows changes only then, too."""
 WORKER_SCRIPT = """
 const pages = new Map();
 let source = null;

@@ -26,7 +26,7 @@ class KeptSession:
         settings: its settings in the API's fields, with its unguessable id.
         tools: tools that its answers may call.
         address: address of its latest client, see ``client_of``.
-        is_pinned: whether a question was heard that is not answered: it is not moved to disk.
+        is_pinned: whether its cache has a part of the next question, and so cannot move to disk.
     """
 
     items: RealtimeItems
@@ -42,7 +42,7 @@ class KeptSession:
 
     @cached_property
     def size(self) -> int:
-        """Number of bytes of its texts and images, besides the cache."""
+        """Number of bytes of its settings and items, without the cache."""
         return len(json.dumps(self.settings)) + self.items.size
 
     def close(self) -> None:
@@ -78,7 +78,8 @@ class KeptSessions:
             one.close()
 
     def _surplus(self) -> KeptSession | None:
-        """Return the session that has to go; None if all fit."""
+        """Return the oldest session of the client with the most bytes, or with the most sessions if
+        their bytes fit; None if all fit."""
         share: Callable[[KeptSession], int]
         if sum(one.size for one in self._kept.values()) > MAX_BYTES:
             share = _size
@@ -97,7 +98,7 @@ class KeptSessions:
         return self._kept.get(key)
 
     def take(self, session: KeptSession) -> bool:
-        """Remove a session for a client or to close it; return whether it was still stored."""
+        """Remove a session, and return whether it was stored; the caller resumes or closes it."""
         with self._lock:
             if self._kept.get(session.id) is not session:
                 return False
@@ -118,8 +119,8 @@ class KeptSessions:
         Returns:
             whether there was one.
         """
-        held = (one for one in [*self._kept.values()] if not spills or one.is_pinned)
-        if (oldest := next(held, None)) is None:
+        stuck = (one for one in [*self._kept.values()] if not spills or one.is_pinned)
+        if (oldest := next(stuck, None)) is None:
             return False
         self.expire(oldest)
         return True

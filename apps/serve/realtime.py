@@ -43,7 +43,7 @@ _MAX_SLOWED = 1000
 _KEEPS = {None: None, "true": True, "false": False}
 """Values of the query's field ``keep``."""
 _RESUME_S = 10.0
-"""Maximum seconds in which the earlier connection of a resumed session must end."""
+"""Maximum seconds that a client waits until the earlier connection of its session has ended."""
 
 
 class _Connection:
@@ -82,7 +82,7 @@ class Realtime:
         self._connections = dict[str, _Connection]()
         """Connections of sessions that are to be kept, by the ids of the sessions."""
         self._expiries = dict[str, asyncio.TimerHandle]()
-        """Ends of sessions that are kept, by id."""
+        """Timers that close kept sessions, by the ids of the sessions."""
         self._threads = CapacityLimiter(service.limits.realtime + 1)
 
     async def serve(self, socket: WebSocket) -> None:
@@ -93,7 +93,7 @@ class Realtime:
             self._check(socket, model)
             keeps = self._keeps(socket)
             kept = await self._resumed(socket, model)
-            # Nothing else runs until the session has its place.
+            # From here to the count below nothing is awaited, so no other client takes the place.
             self._check_places(address)
             if kept is not None:
                 self._take(kept)
@@ -154,10 +154,10 @@ class Realtime:
             raise stopping()
 
     def _check_places(self, address: str) -> None:
-        """Refuse a session if there are too many.
+        """Refuse a session if too many are open.
 
         Raises:
-            Refusal: if there are.
+            Refusal: if too many are open.
         """
         if self._open[address] + 1 > self._service.limits.realtime - self._open.total():
             raise busy("there are too many realtime sessions", "realtime")

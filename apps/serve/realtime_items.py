@@ -155,9 +155,8 @@ class RealtimeItems:
             await self.tasks.tell("conversation.item.added", **about)
             await self.tasks.tell("conversation.item.done", **about)
             previous = entry.id
-            await asyncio.sleep(
-                0
-            )  # Sending does not yield to other clients while buffers are free.
+            # Sending does not yield to other clients while buffers are free.
+            await asyncio.sleep(0)
 
     def drop(self, entry: Entry) -> None:
         """Remove an item that has not become part of the conversation."""

@@ -21,7 +21,7 @@ from transformers.cache_utils import LinearAttentionLayer
 MARK_BYTES = 1 << 30
 """Maximum size of the copies that a cache keeps, in bytes; the latest copy is kept in any case."""
 _ALIGNED = 64
-"""Elements to whose multiples states in a ``StateChain`` are aligned."""
+"""States in a ``StateChain`` begin at multiples of this number of elements."""
 
 
 def layers_of_states(config: Any) -> list[str]:

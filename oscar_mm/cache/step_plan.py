@@ -582,11 +582,11 @@ class StagedTables(NamedTuple):
 
     @staticmethod
     def write_one_of(choices: Sequence[StagedTables], index: torch.Tensor) -> None:
-        """Write one of several tables that have the same targets.
+        """Write the tables of one of several steps, which the device chooses.
 
         Args:
-            choices: the tables.
-            index: (1,) int64 on the device: which of them.
+            choices: the tables of each step, all with the same targets.
+            index: (1,) int64 on the device: index of the step.
         """
         first = choices[0]
         shape, device = (len(choices), len(first.content)), first.targets[0].device

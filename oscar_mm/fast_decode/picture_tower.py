@@ -38,7 +38,9 @@ MAX_PATCHES = 4096
 """Maximum number of patches of a graph: a picture of 1024 x 1024 pixels. With more, a GPU takes
 longer than the host."""
 _SIZES = (256, 512, 1024, 1536, 2048, 3072, MAX_PATCHES)
+"""Numbers of patches of the graphs, to which pictures are padded."""
 _MAX_PICTURES = 8
+"""Maximum number of pictures that a graph reads at once."""
 _MAX_ERROR = 0.02
 """Maximum relative error allowed for flash attention, far above its rounding error."""
 _log = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class PictureTower:
         return self._graphs.fails
 
     def warm_up(self, until: float) -> None:
-        """Capture all sizes that are not captured yet, with pixels of no picture.
+        """Capture all sizes that are not captured yet; the pixels do not matter.
 
         Args:
             until: time of ``perf_counter`` after which nothing more is captured.
@@ -156,7 +158,7 @@ class PictureTower:
                 position_ids=places[:, :2],
                 interp_indices=places[:, 2:],
                 interp_weights=weights,
-                # Attention writes where the ends say, so they must not exceed the rows.
+                # Flash attention writes up to the last end, even past the rows.
                 cu_seqlens=self._ends.clamp(max=size),
                 max_seqlen=size,
                 return_dict=True,
