@@ -12,6 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto.events import Event, Message, Ping, Pong
 
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of a stream of events, without which nginx would send the events together, at the end."""
 _LINGER_S = 5.0
 """Maximum seconds in which a client can read what was sent to it before the end."""
 _PARTS_PER_S, _PARTS_BURST = 400, 1000

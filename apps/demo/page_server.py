@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from oscar_mm.apps.connections import Connection, ConnectionBounds
+from oscar_mm.apps.connections import STREAM_HEADERS, Connection, ConnectionBounds
 from oscar_mm.apps.demo.changes import WORKER_SCRIPT
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.page import Isolation, icon_style
@@ -139,8 +139,7 @@ async def _speech(sessions: Sessions, request: Request) -> Response:
 async def _changes(sessions: Sessions, request: Request) -> Response:
     """Stream events to a browser, one whenever another page has changed a page's conversation."""
     events = sessions.changes.stream(request.query_params.getlist("visitor"))
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
 def _changes_worker(_: Request) -> Response:

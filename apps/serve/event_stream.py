@@ -10,6 +10,7 @@ from anyio.to_thread import run_sync
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from oscar_mm.apps.connections import STREAM_HEADERS
 from oscar_mm.apps.serve.access_log import note_answer, note_refusal
 from oscar_mm.apps.serve.answer_set import AnswerSet, Choice, merged
 from oscar_mm.apps.serve.refusals import ClientGone, Refusal
@@ -82,10 +83,8 @@ class EventStream(StreamingResponse):
 
     def __init__(self, answers: AnswerSet, written: AnswerFormat, scope: Scope) -> None:
         note_refusal(scope, str(ClientGone()))  # Applies unless the stream ends differently.
-        # nginx would send the events together, at the end.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         events = _events(answers, written, scope)
-        super().__init__(events, headers=headers, media_type=_media_type(written))
+        super().__init__(events, headers=STREAM_HEADERS, media_type=_media_type(written))
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
