@@ -74,11 +74,10 @@ class Changes:
         if len(self._streams) > self._limit:
             oldest = next(iter(self._streams))
             del self._streams[oldest]
-            oldest.is_ended = True
             oldest.woken.set()
         try:
             yield ":\n\n"  # Sends the head of the response, so that pages know of the stream.
-            while not (self._closed or stream.is_ended):
+            while not self._closed and stream in self._streams:
                 try:
                     await asyncio.wait_for(stream.woken.wait(), _KEEP_ALIVE_S)
                 except TimeoutError:
@@ -115,14 +114,12 @@ class _Stream:
         loop: event loop of the server; only its thread may change the other attributes.
         changed: session hashes of the pages to tell.
         woken: whether there is something to send, or the stream ends.
-        is_ended: whether it has given way to another stream.
     """
 
     keys: frozenset[str]
     loop: asyncio.AbstractEventLoop
     changed: set[str] = field(default_factory=set)
     woken: asyncio.Event = field(default_factory=asyncio.Event)
-    is_ended: bool = False
 
     def wake(self, keys: Iterable[str]) -> None:
         """Send the session hashes; any thread may call this."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,7 @@ class KeptSessions:
     """
 
     def __init__(self, limit: int) -> None:
-        self._kept: OrderedDict[str, KeptSession] = OrderedDict()
+        self._kept: dict[str, KeptSession] = {}
         self._limit, self._lock, self._closed = limit, threading.Lock(), False
 
     def __len__(self) -> int:
@@ -80,16 +79,12 @@ class KeptSessions:
     def _surplus(self) -> KeptSession | None:
         """Return the oldest session of the client with the most bytes, or with the most sessions if
         their bytes fit; None if all fit."""
-        share: Callable[[KeptSession], int]
-        if sum(one.size for one in self._kept.values()) > MAX_BYTES:
-            share = _size
-        elif self._closed or len(self._kept) > self._limit:
-            share = _one
-        else:
+        by_bytes = sum(one.size for one in self._kept.values()) > MAX_BYTES
+        if not (by_bytes or self._closed or len(self._kept) > self._limit):
             return None
         shares = Counter[str]()
         for one in self._kept.values():
-            shares[one.address] += share(one)
+            shares[one.address] += one.size if by_bytes else 1
         most = max(shares, key=lambda address: shares[address], default=None)
         return next((one for one in self._kept.values() if one.address == most), None)
 
@@ -129,14 +124,6 @@ class KeptSessions:
         """Close all sessions, also those that are added later."""
         with self._lock:
             self._closed = True
-            sessions, self._kept = self._kept, OrderedDict()
+            sessions, self._kept = self._kept, {}
         for one in sessions.values():
             one.close()
-
-
-def _one(_: KeptSession) -> int:
-    return 1
-
-
-def _size(session: KeptSession) -> int:
-    return session.size
