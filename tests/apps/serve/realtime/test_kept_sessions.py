@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
@@ -21,7 +20,6 @@ from openai import AsyncOpenAI
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as raw_connect
 
-from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.serve.kept_sessions import KeptSession, KeptSessions
 from oscar_mm.apps.serve.realtime import Realtime
 from oscar_mm.apps.serve.realtime_items import Entry, RealtimeItems
@@ -43,7 +41,7 @@ from tests.apps.serve.realtime.client import (
     sound,
     talked,
 )
-from tests.pipelines.conftest import NEVER
+from tests.apps.serve.realtime.conftest import SmallServer
 
 TEXT = {**PUSH, "output_modalities": ["text"], "max_output_tokens": 6}
 
@@ -290,30 +288,19 @@ async def _begin(address: str, **query: str) -> None:
         pass
 
 
-def test_kept_sessions_are_moved_to_disk(qwen3_omni_talker_folder: Path) -> None:
+def test_kept_sessions_are_moved_to_disk(small_server: SmallServer) -> None:
     """Three conversations do not fit into memory together; the first goes on where it was."""
-    how: dict[str, Any] = {"policy": "bf16", "device": "cpu", "kv_budget": "1.1MB"}
-    pipe = OscarOmniPipeline(qwen3_omni_talker_folder, **how)
-    pipe.model.generation_config.eos_token_id = NEVER
-    read, used, keys = list[int](), list[int](), list[str]()
+    keys = list[str]()
 
-    async def talk(address: str, number: int, **query: str) -> None:
-        async with connected(address, **query) as one:
+    async def talk(number: int, **query: str) -> None:
+        async with connected(small_server.address, **query) as one:
             keys.append(one.seen[0].session.id)
-            await one.connection.session.update(session=TEXT | {"max_output_tokens": 3})
-            await one.say(sound(9.7, seed=number))
-            await one.connection.input_audio_buffer.commit()
-            await one.connection.response.create()
-            usage = (await one.until("response.done")).response.usage
-            read.append(usage.input_token_details.cached_tokens)
-            used.append(pipe.engine.call(lambda: pipe.store.memory().used_bytes))
+            await small_server.ask(one, number)
 
-    with started(create_app(pipe, "tiny", ServerLimits(api_key=KEY))) as (_, address):
-        for number in range(3):
-            asyncio.run(talk(address, number, keep="true"))
-        asyncio.run(talk(address, 0, session=keys[0]))
-    assert read[:3] == [0, 0, 0] and read[3] > 126
-    assert 3 * used[0] > 1_100_000 > max(used)
+    for number in range(3):
+        asyncio.run(talk(number, keep="true"))
+    asyncio.run(talk(0, session=keys[0]))
+    small_server.check()
 
 
 def test_what_a_lost_connection_had_asked_is_asked_again(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from oscar_mm.engine.message import Message
 from tests.apps.serve.conftest import png, started
 from tests.apps.serve.realtime.client import (
     KEY,
-    PUSH,
     RATE,
     Talk,
     ask,
@@ -25,6 +23,7 @@ from tests.apps.serve.realtime.client import (
     speech,
     talked,
 )
+from tests.apps.serve.realtime.conftest import SmallServer
 from tests.pipelines.conftest import NEVER
 
 
@@ -137,12 +136,8 @@ def test_instructions_may_change(address: str, pipe) -> None:
         assert used[0] < stops[0] < used[1] <= stops[1]
 
 
-def test_idle_sessions_give_up_their_memory(qwen3_omni_talker_folder: Path) -> None:
+def test_idle_sessions_give_up_their_memory(small_server: SmallServer) -> None:
     """Three conversations do not fit into memory together; each goes on where it was."""
-    how: dict[str, Any] = {"policy": "bf16", "device": "cpu", "kv_budget": "1.1MB"}
-    pipe = OscarOmniPipeline(qwen3_omni_talker_folder, **how)
-    pipe.model.generation_config.eos_token_id = NEVER
-    read, used = list[int](), list[int]()
 
     async def talk(address: str) -> None:
         async with (
@@ -151,19 +146,10 @@ def test_idle_sessions_give_up_their_memory(qwen3_omni_talker_folder: Path) -> N
             connected(address) as three,
         ):
             for number, each in enumerate((one, two, three, one)):
-                how = {"output_modalities": ["text"], "max_output_tokens": 3}
-                await each.connection.session.update(session=PUSH | how)
-                await each.say(sound(9.7, seed=number))
-                await each.connection.input_audio_buffer.commit()
-                await each.connection.response.create()
-                usage = (await each.until("response.done")).response.usage
-                read.append(usage.input_token_details.cached_tokens)
-                used.append(pipe.engine.call(lambda: pipe.store.memory().used_bytes))
+                await small_server.ask(each, number)
 
-    with started(create_app(pipe, "tiny", ServerLimits(api_key=KEY))) as (_, address):
-        asyncio.run(talk(address))
-    assert read[:3] == [0, 0, 0] and read[3] > 126
-    assert 3 * used[0] > 1_100_000 > max(used)
+    asyncio.run(talk(small_server.address))
+    small_server.check()
 
 
 def test_a_model_that_does_not_speak_answers_in_text(qwen3_omni_folder: Path) -> None:
