@@ -51,7 +51,7 @@ def test_a_past_is_told_and_recordings_are_forgotten(address: str) -> None:
 
 
 def test_texts_that_came_during_a_recording_outlast_it(address: str) -> None:
-    """Those that came before it was forgotten are asked next, before later ones."""
+    """Clearing a recording leaves the texts that came during it in the next question."""
 
     async def talk(one: Talk) -> None:
         await one.say(sound(0.5))
