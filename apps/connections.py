@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto.events import Event, Message, Ping, Pong
@@ -23,6 +25,51 @@ _PART_BYTES = 1024
 """Bytes of a message for which one more part may come."""
 _SLICE_BYTES = 8192
 """Bytes that are parsed at once, so that a flood is noticed before others wait for it."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of a server on its clients.
+
+    Attributes:
+        connections: maximum number of connections, see ``ConnectionBounds``.
+        head_s: maximum seconds to receive the head of a request.
+        message_bytes: maximum size of a WebSocket message.
+        shutdown_s: maximum seconds to let answers finish when the server stops.
+        trusted_proxies: addresses and networks of proxies whose X-Forwarded-For header says who the
+            client is.
+    """
+
+    connections: int
+    head_s: float
+    message_bytes: int
+    shutdown_s: int
+    trusted_proxies: tuple[str, ...] = ()
+
+
+def server_config(app: Any, limits: ConnectionLimits, **more: Any) -> uvicorn.Config:
+    """Return the settings of a server with these limits.
+
+    Args:
+        app: ASGI application.
+        limits: limits on its clients.
+        more: further settings of uvicorn.
+    """
+    return uvicorn.Config(
+        app,
+        # h11, because httptools, uvicorn's default, does not limit a request's head.
+        http=partial(Connection, ConnectionBounds(limits.connections, limits.head_s)),  # pyright: ignore[reportArgumentType] is called
+        ws=Socket,
+        ws_max_size=limits.message_bytes,
+        # A small message could become a large one.
+        ws_per_message_deflate=False,
+        proxy_headers=bool(limits.trusted_proxies),
+        forwarded_allow_ips=list(limits.trusted_proxies),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=limits.shutdown_s,
+        **more,
+    )
 
 
 @dataclass(eq=False)

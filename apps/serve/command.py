@@ -217,6 +217,7 @@ def serve(
             "--served-model-name"
         )
     terminal.quiet_transformers()
+    from oscar_mm.apps.serve.fronted_server import FrontedServer
     from oscar_mm.apps.serve.server import Server, create_app  # imports torch
     from oscar_mm.apps.serve.service import ServerLimits
     from oscar_mm.chat.warm_up import answer_in_advance
@@ -251,7 +252,8 @@ def serve(
         ignore_tools=ignore_tools,
     )
     app = create_app(pipe, name, limits, host, other_names=others, origins=origins)
-    server = Server(app)
+    # Windows cannot pass sockets to another process in the same way.
+    server = FrontedServer(app) if os.name == "posix" else Server(app)
     _log_requests(log_level)
     try:
         warm_up(pipe.engine, running)
@@ -271,7 +273,10 @@ def serve(
     except TimeoutError:
         # At exit, the engine thread must not be running a long prompt.
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(server.has_failed)
+    if server.has_failed:
+        print("oscar-mm: error: the process that held the connections ended", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _check_words(log_level: str, names: Sequence[str]) -> None:

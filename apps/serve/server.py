@@ -7,7 +7,6 @@ import math
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from time import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from oscar_mm import __version__
-from oscar_mm.apps.connections import Connection, ConnectionBounds, Socket
+from oscar_mm.apps.connections import ConnectionLimits, server_config
 from oscar_mm.apps.guard import Guard, OneLength
 from oscar_mm.apps.serve.access_log import REQUEST_ID, AccessLog, note_refusal
 from oscar_mm.apps.serve.conversations import Conversations
@@ -251,29 +250,23 @@ class Server(uvicorn.Server):
 
     Args:
         app: application to serve; ``run`` takes the sockets to listen on.
+
+    Attributes:
+        has_failed: whether it stopped because clients cannot reach it any more.
     """
 
     def __init__(self, app: FastAPI) -> None:
         self.service: Service = app.state.service
+        self.has_failed = False
         limits = self.service.limits
-        shutdown_s = math.ceil(limits.grace_s) + 2 * _AFTER_GRACE_S
-        bounds = ConnectionBounds(limits.running + limits.waiting + limits.idle, limits.head_s)
-        super().__init__(
-            uvicorn.Config(
-                AccessLog(app),
-                # h11, because httptools, uvicorn's default, does not limit a request's head.
-                http=partial(Connection, bounds),  # pyright: ignore[reportArgumentType] is called
-                ws=Socket,
-                ws_max_size=MAX_EVENT_BYTES,
-                # A small message could become a large one.
-                ws_per_message_deflate=False,
-                proxy_headers=bool(limits.trusted_proxies),
-                forwarded_allow_ips=list(limits.trusted_proxies),
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=shutdown_s,
-            )
+        self.limits = ConnectionLimits(
+            connections=limits.running + limits.waiting + limits.idle,
+            head_s=limits.head_s,
+            message_bytes=MAX_EVENT_BYTES,
+            shutdown_s=math.ceil(limits.grace_s) + 2 * _AFTER_GRACE_S,
+            trusted_proxies=limits.trusted_proxies,
         )
+        super().__init__(server_config(AccessLog(app), self.limits))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal; end the grace period of running answers at the second."""
@@ -286,11 +279,18 @@ class Server(uvicorn.Server):
         """Stop the service in parallel with uvicorn's own shutdown."""
         stopping = asyncio.ensure_future(self._stop())
         await super().shutdown(sockets)
+        await self._connections_end()
         stopping.cancel()
 
     async def _stop(self) -> None:
         await self.service.stop()
         await asyncio.sleep(_AFTER_GRACE_S)
+        # The clients of these connections do not read their answers.
+        self._abort_connections()
+
+    def _abort_connections(self) -> None:
         for connection in list(self.server_state.connections):
-            # The client of this connection does not read its answer.
             connection.transport.abort()
+
+    async def _connections_end(self) -> None:
+        """Wait for the connections that uvicorn's shutdown has not waited for."""

@@ -65,12 +65,12 @@ def user(*parts: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def started(app: Any) -> Iterator[tuple[Any, str]]:
-    """A server that runs in a thread of its own, and its address."""
+def started(app: Any, kind: type | None = None) -> Iterator[tuple[Any, str]]:
+    """A server (of a kind, by default ``Server``) that runs in a thread, and its address."""
     from oscar_mm.apps.serve.server import Server
     from oscar_mm.apps.server_process import bind
 
-    server = Server(app)
+    server = (kind or Server)(app)
     sockets = bind("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     thread = threading.Thread(target=server.run, args=[sockets])
@@ -82,9 +82,10 @@ def started(app: Any) -> Iterator[tuple[Any, str]]:
     try:
         yield server, f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit, loop = True, loop_of(server)
+        loop = loop_of(server) if server.servers else None
+        server.should_exit = True
         thread.join(STOP_S)
-        if thread.is_alive():
+        if thread.is_alive() and loop is not None:
             show(loop)
         assert not thread.is_alive()
 

@@ -1,0 +1,146 @@
+"""Front: process that holds a server's connections, while another process answers the requests.
+
+Run by ``FrontedServer``, with its options as JSON::
+
+    python -m oscar_mm.apps.front '{"channel": 5, "sockets": [3], ...}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from oscar_mm.apps.channel import ABORT, READY, STOP, Channel
+from oscar_mm.apps.connections import ConnectionLimits, server_config
+
+_REPORTED_BYTES = 1 << 14
+"""Bytes of an answer after whose sending the other process is told."""
+_Event = MutableMapping[str, Any]
+
+
+class ApplicationError(Exception):
+    """Error of the application in the other process; the message is its traceback."""
+
+
+class Front:
+    """ASGI application whose requests are answered in another process.
+
+    Attributes:
+        channel: channel to the other process; set it before the first request.
+    """
+
+    def __init__(self) -> None:
+        self.channel: Channel
+        self._numbers = count(1)
+        self._requests: dict[int, asyncio.Queue[tuple[str, Any]]] = {}
+
+    def received(self, request: int, kind: str, value: Any) -> None:
+        """Take a message about a request."""
+        if (messages := self._requests.get(request)) is not None:
+            messages.put_nowait((kind, value))
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[_Event]],
+        send: Callable[[_Event], Awaitable[None]],
+    ) -> None:
+        """Pass a request to the other process, and its answer to the client.
+
+        Raises:
+            ApplicationError: if the application failed.
+        """
+        number, taken, lost = next(self._numbers), 0, False
+        messages = self._requests[number] = asyncio.Queue()
+        asked: asyncio.Task[None] | None = None
+
+        async def ask() -> None:
+            self.channel.put(number, "event", await receive())
+
+        # The state belongs to this process's own lifespan.
+        self.channel.put(number, "open", {k: v for k, v in scope.items() if k != "state"})
+        try:
+            while True:
+                kind, value = await messages.get()
+                if kind == "receive":
+                    asked = asyncio.ensure_future(ask())
+                elif kind == "end":
+                    if value is not None:
+                        raise ApplicationError(value)
+                    return
+                elif not lost:
+                    try:
+                        await send(value)
+                    except Exception as error:  # Such as uvicorn's for a closed WebSocket.
+                        lost = True
+                        self.channel.put(number, "lost", str(error))
+                    taken += len(value.get("body") or value.get("bytes") or value.get("text") or "")
+                    if taken >= _REPORTED_BYTES:
+                        self.channel.put(number, "taken", taken)
+                        taken = 0
+        except asyncio.CancelledError:
+            self.channel.put(number, "cancel")
+            raise
+        finally:
+            del self._requests[number]
+            if asked is not None:
+                asked.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Server that stops when the other process says so."""
+
+    def __init__(self, front: Front, limits: ConnectionLimits) -> None:
+        super().__init__(server_config(front, limits, lifespan="off"))
+        self._front = front
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ignore signals: the other process gets them too."""
+
+    async def main_loop(self) -> None:
+        """Tell the other process that connections are accepted, and run until it says stop."""
+        self._front.channel.put(0, READY)
+        await super().main_loop()
+
+
+async def _run(channel: int, sockets: list[int], limits: ConnectionLimits) -> None:
+    front = Front()
+    server = _Server(front, limits)
+
+    def received(request: int, kind: str, value: Any) -> None:
+        if kind == STOP:
+            server.should_exit = True
+        elif kind == ABORT:
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+        else:
+            front.received(request, kind, value)
+
+    # Nobody can answer once the other process is gone.
+    _, front.channel = await asyncio.get_running_loop().create_unix_connection(
+        lambda: Channel(received, lambda: os._exit(1)), sock=socket.socket(fileno=channel)
+    )
+    await server.serve([socket.socket(fileno=number) for number in sockets])
+
+
+def main() -> None:
+    """Serve until the other process says stop or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    options = json.loads(sys.argv[1])
+    limits = ConnectionLimits(**options["limits"])
+    asyncio.run(_run(options["channel"], options["sockets"], limits))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""FrontedServer: server of the application whose connections are in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from dataclasses import asdict
+from typing import Any, cast
+
+from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp, Message, Scope
+
+from oscar_mm.apps.channel import ABORT, READY, STOP, Channel
+from oscar_mm.apps.serve.server import Server
+
+_FRONT = "oscar_mm.apps.front"
+_START_S = 60.0
+"""Maximum seconds until the other process accepts connections."""
+_AHEAD_BYTES = 1 << 16
+"""Bytes of an answer that may be on their way to the client."""
+
+
+class FrontedServer(Server):
+    """Server whose connections are in a process of their own (``oscar_mm.apps.front``).
+
+    Parsing requests and sending thousands of pieces a second takes interpreter time, for which the
+    engine's thread would wait. The application runs in this process, which has the chats.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(app)
+        self._app = cast("ASGIApp", self.config.app)
+        self._exchanges: dict[int, _Exchange] = {}
+        self._front: subprocess.Popen[bytes] | None = None
+        self._channel: Channel
+        self._stops = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, and then the other process, which takes the sockets."""
+        await super().startup([])
+        self.started = False  # Until connections are accepted.
+        loop = asyncio.get_running_loop()
+        self._ready, self._ended = loop.create_future(), loop.create_future()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            numbers = [taken.fileno() for taken in sockets or ()]
+            given = {"channel": theirs.fileno(), "sockets": numbers, "limits": asdict(self.limits)}
+            self._front = subprocess.Popen(
+                [sys.executable, "-P", "-m", _FRONT, json.dumps(given)],
+                # It imports from where this process does, and not from the current folder.
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(x or os.curdir for x in sys.path)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), *numbers],
+                start_new_session=True,  # Only this process should get Ctrl-C.
+            )
+        _, self._channel = await loop.create_unix_connection(
+            lambda: Channel(self._received, self._front_ended), sock=ours
+        )
+        either = [self._ready, self._ended]
+        await asyncio.wait(either, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        if not self._ready.done():
+            self._front.kill()
+            self.has_failed = self.should_exit = True
+        self.started = True
+
+    def _received(self, request: int, kind: str, value: Any) -> None:
+        """Take a message of the other process."""
+        if kind == READY:
+            self._ready.set_result(None)
+        elif kind == "open":
+            exchange = self._exchanges[request] = _Exchange(request, value, self._channel)
+            exchange.task = task = asyncio.ensure_future(self._answer(exchange))
+            self.server_state.tasks.add(task)  # Whose end uvicorn awaits when it stops.
+            task.add_done_callback(self.server_state.tasks.discard)
+        elif (exchange := self._exchanges.get(request)) is not None:
+            exchange.received(kind, value)
+
+    async def _answer(self, exchange: _Exchange) -> None:
+        """Run the application for a request."""
+        failure = None
+        try:
+            await self._app(exchange.scope, exchange.receive, exchange.send)
+        except Exception:
+            failure = traceback.format_exc()
+        finally:
+            del self._exchanges[exchange.number]
+            self._channel.put(exchange.number, "end", failure)
+
+    def _front_ended(self) -> None:
+        """Stop if the other process is gone: nobody can be answered any more."""
+        self._ended.set_result(None)
+        self.has_failed = not self._stops
+        self.should_exit = True
+        for exchange in self._exchanges.values():
+            exchange.leave()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop the service, while the other process waits for answers to be sent."""
+        self._stops = True
+        self._channel.put(0, STOP)
+        await super().shutdown(sockets)
+
+    def _abort_connections(self) -> None:
+        self._channel.put(0, ABORT)
+
+    async def _connections_end(self) -> None:
+        assert self._front is not None
+        await asyncio.wait([self._ended], timeout=self.limits.shutdown_s)
+        self._front.kill()  # Unless it has ended.
+        await run_in_threadpool(self._front.wait)
+
+
+class _Exchange:
+    """Request that another process passes on, with ASGI's ``receive`` and ``send``.
+
+    Args:
+        number: number of the request.
+        scope: its ASGI scope.
+        channel: channel to the other process.
+
+    Attributes:
+        task: task that runs the application.
+    """
+
+    def __init__(self, number: int, scope: Scope, channel: Channel) -> None:
+        self.number, self.scope, self._channel = number, scope, channel
+        self.task: asyncio.Task[None] | None = None
+        self._events = asyncio.Queue[Message]()
+        self._asked, self._untaken, self._lost = False, 0, ""
+        self._changed = asyncio.Event()
+        """Set when ``_untaken`` falls, or the connection is lost."""
+
+    def received(self, kind: str, value: Any) -> None:
+        """Take a message about this request."""
+        if kind == "event":
+            self._events.put_nowait(value)
+        elif kind == "taken":
+            self._untaken -= value
+        elif kind == "lost":
+            self._lost = value
+        elif kind == "cancel" and self.task is not None:
+            self.task.cancel()
+        self._changed.set()
+
+    def leave(self) -> None:
+        """Tell the application that the client is gone, as the other process cannot any more."""
+        self.received("event", {"type": f"{self.scope['type']}.disconnect", "code": 1006})
+        self.received("lost", "the process that holds the connection has ended")
+
+    async def receive(self) -> Message:
+        """Return the next event of the request."""
+        if not self._asked:
+            self._asked = True
+            self._channel.put(self.number, "receive")
+        event = await self._events.get()
+        self._asked = False
+        return event
+
+    async def send(self, event: Message) -> None:
+        """Send an event of the answer, once the client has taken most of the earlier ones.
+
+        Raises:
+            OSError: if the connection is closed.
+        """
+        while self._untaken > _AHEAD_BYTES and not self._lost:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._lost:
+            raise OSError(self._lost)
+        self._untaken += len(event.get("body") or event.get("bytes") or event.get("text") or "")
+        self._channel.put(self.number, "send", event)

@@ -1,0 +1,227 @@
+"""A server whose connections are in a process of their own answers as one that has both."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from fastapi.responses import StreamingResponse
+
+from oscar_mm.apps.channel import Channel
+from oscar_mm.apps.serve.fronted_server import FrontedServer
+from oscar_mm.apps.serve.server import create_app
+from oscar_mm.apps.serve.service import ServerLimits
+from tests.apps.connections import connected, is_closed
+from tests.apps.serve.conftest import served, started, user
+from tests.apps.serve.realtime.client import PUSH
+from tests.apps.serve.realtime.client import ask as say
+from tests.apps.serve.realtime.client import connected as talking
+from tests.apps.serve.test_command import running
+from tests.apps.serve.test_server import ask
+from tests.processes import command
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="sockets are passed on as on Unix")
+KEY = "secret"
+LIMITS = {"api_key": KEY, "max_new_tokens": 100_000, "max_request_bytes": 4_000_000}
+
+
+@pytest.fixture(scope="module")
+def app(omni) -> Any:
+    return create_app(omni, "tiny", ServerLimits(**LIMITS))
+
+
+@pytest.fixture(scope="module")
+def fronted(app) -> Iterator[tuple[Any, str]]:
+    with started(app, FrontedServer) as server:
+        yield server
+
+
+@pytest.fixture
+def client(fronted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{fronted[1]}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def post(address: str, path: str, body: Any, padding: int = 0) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    sent = urllib.request.Request(
+        address + path, json.dumps(body).encode() + b" " * padding, headers
+    )
+    try:
+        with urllib.request.urlopen(sent, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def until(condition: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_answers_are_those_of_one_process(omni, fronted, client) -> None:
+    options = {"max_tokens": 40, "temperature": 0}
+    streamed = ask(client, user("Why?"), stream=True, **options)
+    text = "".join(piece.choices[0].delta.content or "" for piece in streamed)
+    with served(omni, **LIMITS) as address:
+        body = {"model": "tiny", "messages": [user("Why?")], **options}
+        status, whole = post(address, "/v1/chat/completions", body)
+        assert status == 200 and whole["choices"][0]["message"]["content"] == text != ""
+        # A body of many parts.
+        status, padded = post(fronted[1], "/v1/chat/completions", body, padding=300_000)
+        assert status == 200 and padded["choices"] == whole["choices"]
+
+
+def test_a_body_that_is_too_large(fronted) -> None:
+    """It is refused before it comes."""
+    with connected(fronted[1]) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head += "Content-Type: application/json\r\nContent-Length: 5000000\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_client_that_leaves_ends_its_answer(fronted, client) -> None:
+    running = fronted[0].service.metrics.running._value
+    stream = ask(client, user("Why?"), stream=True, max_tokens=90_000)
+    next(iter(stream))
+    assert running.get() == 1
+    stream.close()
+    until(lambda: running.get() == 0)
+
+
+def test_a_client_that_reads_nothing_stops_its_answer(app, fronted) -> None:
+    """Only bounded parts of it wait for the client, in any process."""
+    made = list[int]()
+
+    async def flood() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            made.append(1)
+            yield b"x" * 100_000
+
+    app.add_api_route("/flood", lambda: StreamingResponse(flood()))
+    with connected(fronted[1]) as connection:
+        connection.sendall(b"GET /flood HTTP/1.1\r\nHost: x\r\n\r\n")
+        until(lambda: len(made) > 1)
+        before = 0
+        while len(made) > before:
+            before = len(made)
+            time.sleep(1)
+        assert 1 < len(made) < 200  # The operating system holds some megabytes.
+        read = 0
+        while read < 100_000_000:
+            read += len(connection.recv(1 << 20))
+        assert len(made) == 1000
+
+
+def test_sessions_over_websockets(fronted) -> None:
+    async def talk() -> None:
+        async with talking(fronted[1]) as one:
+            await one.connection.session.update(session=PUSH | {"max_output_tokens": 8})
+            await say(one, "What is it?")
+            await one.until("response.done")
+
+    asyncio.run(talk())
+    until(lambda: not fronted[0]._exchanges)
+
+
+def test_an_error_of_the_application(omni, monkeypatch, capfd) -> None:
+    """The client gets no details; they are told where the server runs."""
+
+    async def fail(*_: Any) -> None:
+        raise KeyError("nowhere")
+
+    app = create_app(omni, "tiny", ServerLimits(**LIMITS))
+    monkeypatch.setattr(app.state.service, "complete", fail)
+    with started(app, FrontedServer) as (server, address):
+        status, told = post(address, "/v1/chat/completions", {})
+        assert status == 500 and "failed to answer this request" in told["error"]["message"]
+        until(lambda: not server._exchanges)
+    errors = capfd.readouterr().err
+    assert errors.count("KeyError: 'nowhere'") == 1 and "in fail" in errors
+
+
+def test_bytes_that_are_no_request(fronted) -> None:
+    with connected(fronted[1]) as connection:
+        connection.sendall(b"\x16\x03\x01" * 100)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        until(lambda: is_closed(connection))
+
+
+def test_messages_arrive_whole_and_in_order() -> None:
+    """Also when the operating system cuts them anywhere."""
+
+    async def exchange() -> list[tuple[int, str, Any]]:
+        found, ended = list[tuple[int, str, Any]](), asyncio.Event()
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        _, one = await loop.create_unix_connection(
+            lambda: Channel(lambda *_: None, ended.set), sock=ours
+        )
+        held = Channel(lambda *message: found.append(message), lambda: None)
+
+        class Cut(asyncio.Protocol):
+            def data_received(self, data: bytes) -> None:
+                for at in range(0, len(data), 7):
+                    held.data_received(data[at : at + 7])
+
+        transport, _ = await loop.create_unix_connection(Cut, sock=theirs)
+        for number in range(3):
+            one.put(number, "send", {"body": b"x" * 1000 * number})
+            one.put(number, "end")
+            await asyncio.sleep(0)
+        while len(found) < 6:
+            await asyncio.sleep(0.01)
+        transport.close()
+        await ended.wait()
+        one.put(9, "send", {})  # Nobody is there.
+        await asyncio.sleep(0.01)
+        return found
+
+    found = asyncio.run(asyncio.wait_for(exchange(), 20))
+    assert [message[0] for message in found] == [0, 0, 1, 1, 2, 2]
+    assert [len(message[2]["body"]) for message in found[::2]] == [0, 1000, 2000]
+
+
+def test_without_the_process_of_connections_the_server_ends(qwen3_omni_folder, tmp_path) -> None:
+    with running(command, qwen3_omni_folder, tmp_path) as (server, client):
+        options = {"model": openai.omit, "stream": True, "max_tokens": 20_000}
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            for count, _ in enumerate(ask(client, user("Why?"), **options)):
+                if count == 3:
+                    front(server.pid).send_signal(signal.SIGKILL)
+        code, _, errors = server.end()
+    assert code == 1
+    assert "the process that held the connections ended" in errors.decode()
+
+
+def test_connections_end_with_the_server(qwen3_omni_folder, tmp_path) -> None:
+    with running(command, qwen3_omni_folder, tmp_path) as (server, client):
+        holder = front(server.pid)
+        psutil.Process(server.pid).kill()
+        until(lambda: not holder.is_running() or holder.status() == psutil.STATUS_ZOMBIE)
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+        with contextlib.suppress(Exception):
+            server.end()
+
+
+def front(server: int | None) -> psutil.Process:
+    """The process that holds the connections of a server."""
+    assert server is not None
+    found = [x for x in psutil.Process(server).children() if "oscar_mm.apps.front" in x.cmdline()]
+    assert len(found) == 1
+    return found[0]
