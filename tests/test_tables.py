@@ -168,6 +168,27 @@ def test_many_clients() -> None:
             assert f"{ours:,.0f}" in flat and f"{theirs:,.0f}" in flat
 
 
+def test_runs_of_serving() -> None:
+    """Each run of the tables is listed once, and rows of the client loop are the record's."""
+    text = BENCHMARKS.partition("\n## Serving\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([A-Z]+) \| (.*) \|$", text, re.MULTILINE)
+    listed = re.findall(r"^- \*\*([A-Z]+)\*\*: ", text, re.MULTILINE)
+    assert len(rows) > 40 and {run for run, _ in rows} == {*listed}
+    assert len({*listed}) == len(listed)
+    shown = [row for _, row in rows if re.search(r"\| (vLLM|oscar_mm) \|", row)]
+    measured = record("client_loop-nvidia-h200")
+    assert len(shown) == len(measured)
+    for row in shown:
+        engine = "vLLM" if "| vLLM |" in row else "oscar_mm"
+        cells = row.partition(f"| {engine} | ")[2].split(" | ")
+        keys = ("tokens/s", "first token p50 ms", "between tokens p50 ms")
+        assert any(
+            one["engine"] == engine
+            and all(same(numbers(cell)[0], one[key]) for cell, key in zip(cells, keys, strict=True))
+            for one in measured
+        ), row
+
+
 def test_steps_of_the_readme() -> None:
     shown = table(README, "Shape of Qwen3-VL-8B")
     steps, full = speeds("h200", 32768), speeds("h200", "full")
