@@ -51,14 +51,16 @@ class _Connection:
 
     Args:
         reading: task that handles the events of the client.
+        address: address of the client, see ``client_of``.
+        model: name of the session's model.
 
     Attributes:
         left: future that is done once the session can be resumed.
         reason: why the connection ends.
     """
 
-    def __init__(self, reading: asyncio.Future[Any]) -> None:
-        self._reading = reading
+    def __init__(self, reading: asyncio.Future[Any], address: str, model: str) -> None:
+        self.address, self.model, self._reading = address, model, reading
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reason = "the session has ended"
 
@@ -92,7 +94,7 @@ class Realtime:
         try:
             self._check(socket, model)
             keeps = self._keeps(socket)
-            kept = await self._resumed(socket, model)
+            kept = await self._resumed(socket, model, address)
             # From here to the count below nothing is awaited, so no other client takes the place.
             self._check_places(address)
             if kept is not None:
@@ -153,13 +155,18 @@ class Realtime:
         if self._service.places.stopping.done():
             raise stopping()
 
-    def _check_places(self, address: str) -> None:
+    def _check_places(self, address: str, leaving: str | None = None) -> None:
         """Refuse a session if too many are open.
+
+        Args:
+            address: address of its client.
+            leaving: address of the client whose session it replaces.
 
         Raises:
             Refusal: if too many are open.
         """
-        if self._open[address] + 1 > self._service.limits.realtime - self._open.total():
+        others = self._open - Counter([] if leaving is None else [leaving])
+        if others[address] + 1 > self._service.limits.realtime - others.total():
             raise busy("there are too many realtime sessions", "realtime")
 
     def _keeps(self, socket: WebSocket) -> bool:
@@ -174,27 +181,37 @@ class Realtime:
         given = _KEEPS[keep]
         return "session" in query if given is None else given
 
-    async def _resumed(self, socket: WebSocket, model: str | None) -> KeptSession | None:
+    async def _resumed(
+        self, socket: WebSocket, model: str | None, address: str
+    ) -> KeptSession | None:
         """Find the session that a client returns to, and end the connection that it still has.
+
+        A client that is refused does not end the connection.
 
         Returns:
             the session, which is still stored; None for a new one.
 
         Raises:
-            Refusal: if there is no such session, or its earlier connection does not end.
+            Refusal: if there is no such session or no place for it, or if its earlier connection
+                does not end.
         """
         if (key := socket.query_params.get("session")) is None:
             return None
         while (connection := self._connections.get(key)) is not None:
+            self._check_same_model(model, connection.model)
+            self._check_places(address, leaving=connection.address)
             connection.give_up()
             await asyncio.wait((connection.left,), timeout=_RESUME_S)
             if not connection.left.done():
                 raise busy("the last answer of the session has not ended", "realtime")
         if (kept := self._kept.find(key)) is None:
             raise _unknown_session()
-        if model and self._service.answering(model) != kept.settings["model"]:
-            raise Refusal(400, "model: cannot change within a session", field="model")
+        self._check_same_model(model, kept.settings["model"])
         return kept
+
+    def _check_same_model(self, asked: str | None, model: str) -> None:
+        if asked and self._service.answering(asked) != model:
+            raise Refusal(400, "model: cannot change within a session", field="model")
 
     async def _deny(self, socket: WebSocket, error: Refusal) -> None:
         note_refusal(socket.scope, str(error))
@@ -240,7 +257,7 @@ class Realtime:
         how = self._service, begun, model, client, send, self._threads
         session = RealtimeSession(*how, keeps=keeps)
         reading = asyncio.ensure_future(read())
-        connection = _Connection(reading)
+        connection = _Connection(reading, client[0], session.model)
         if keeps:
             self._connections[session.id] = connection
             place.callback(self._leave, session.id)

@@ -133,6 +133,11 @@ class RealtimeSession:
         return self._settings["id"]
 
     @property
+    def model(self) -> str:
+        """Name of the session's model, which never changes."""
+        return self._settings["model"]
+
+    @property
     def _detection(self) -> dict[str, Any] | None:
         """Settings of the turn detection; None for push to talk."""
         return self._settings["audio"]["input"]["turn_detection"]

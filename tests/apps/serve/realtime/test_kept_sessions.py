@@ -206,6 +206,32 @@ def test_a_second_connection_takes_over(server: Any, sessions: KeptSessions) -> 
     asyncio.run(talk())
 
 
+def test_a_client_that_is_refused_leaves_the_connection(
+    server: Any, sessions: KeptSessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that asks for another model, and one whose address has its share of the sessions."""
+    monkeypatch.setattr(server[0].service, "names", ("tiny", "other"))
+    uri = server[1].replace("http", "ws") + "/v1/realtime?model=tiny"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    here: dict[str, Any] = {"additional_headers": headers, "source_address": ("127.0.0.1", 0)}
+    elsewhere = here | {"source_address": ("127.0.0.2", 0)}
+    with raw_connect(f"{uri}&keep=true", **here) as first, raw_connect(uri, **elsewhere):
+        key = json.loads(first.recv(5))["session"]["id"]
+        other, same = uri.replace("tiny", "other"), f"{uri}&session={key}"
+        with raw_connect(uri, **elsewhere):
+            for query, how, status in (
+                (f"{other}&session={key}", here, 400),
+                (same, elsewhere, 503),
+            ):
+                with pytest.raises(InvalidStatus) as refused:
+                    raw_connect(query, **how)
+                assert refused.value.response.status_code == status
+                first.send('{"type": "input_audio_buffer.clear"}')
+                assert json.loads(first.recv(5))["type"] == "input_audio_buffer.cleared"
+        with raw_connect(same, **here) as second:
+            assert json.loads(second.recv(5))["session"]["id"] == key
+
+
 def test_a_stranger_gets_nothing(server: Any, sessions: KeptSessions) -> None:
     talked(server[1], nothing)
     uri = server[1].replace("http", "ws") + "/v1/realtime?"
