@@ -50,7 +50,6 @@ class _Connection:
     """Connection of a session that another connection can resume.
 
     Args:
-        reading: task that handles the events of the client.
         address: address of the client, see ``client_of``.
         model: name of the session's model.
 
@@ -59,15 +58,24 @@ class _Connection:
         reason: why the connection ends.
     """
 
-    def __init__(self, reading: asyncio.Future[Any], address: str, model: str) -> None:
-        self.address, self.model, self._reading = address, model, reading
+    def __init__(self, address: str, model: str) -> None:
+        self.address, self.model = address, model
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reason = "the session has ended"
+        self._given_up = False
+        self._reading: asyncio.Future[Any] | None = None
+
+    def follow(self, reading: asyncio.Future[Any]) -> None:
+        """Note the task that handles the events of the client."""
+        self._reading = reading
+        if self._given_up:
+            reading.cancel()
 
     def give_up(self) -> None:
         """End the connection, since another one resumes the session."""
-        self.reason = "another connection has resumed the session"
-        self._reading.cancel()
+        self.reason, self._given_up = "another connection has resumed the session", True
+        if self._reading is not None:
+            self._reading.cancel()
 
 
 class Realtime:
@@ -106,6 +114,8 @@ class Realtime:
         self._service.metrics.realtime.inc()
         with ExitStack() as place:
             place.callback(self._free_place, address)
+            if kept is not None:  # At once, so that others who return wait for this connection.
+                self._hold(kept.id, _Connection(address, kept.settings["model"]), place)
             await self._serve(socket, kept, client, place, keeps=keeps)
 
     async def _serve(
@@ -135,7 +145,8 @@ class Realtime:
                 begun = await run_sync(partial(self._new_chat, model))
         except BaseException:
             if kept is not None:  # The client may return once more.
-                self._service.places.track_closing(asyncio.ensure_future(self._keep(kept)))
+                returned = asyncio.ensure_future(self._put_back(kept, place.pop_all()))
+                self._service.places.track_closing(returned)
             raise
         await self._run(socket, begun, client, place, keeps=keeps)
 
@@ -257,10 +268,10 @@ class Realtime:
         how = self._service, begun, model, client, send, self._threads
         session = RealtimeSession(*how, keeps=keeps)
         reading = asyncio.ensure_future(read())
-        connection = _Connection(reading, client[0], session.model)
-        if keeps:
-            self._connections[session.id] = connection
-            place.callback(self._leave, session.id)
+        connection = self._connections.get(session.id) or _Connection(client[0], session.model)
+        connection.follow(reading)
+        if keeps and session.id not in self._connections:
+            self._hold(session.id, connection, place)
         ended: tuple[int, str] | None = None
         try:
             with suppress(asyncio.CancelledError, WebSocketDisconnect):
@@ -288,6 +299,11 @@ class Realtime:
         if (expiry := self._expiries.pop(kept.id, None)) is not None:
             expiry.cancel()
 
+    def _hold(self, key: str, connection: _Connection, place: ExitStack) -> None:
+        """Note the connection of a session until its place is free."""
+        self._connections[key] = connection
+        place.callback(self._leave, key)
+
     def _leave(self, key: str) -> None:
         self._connections.pop(key).left.set_result(None)
 
@@ -302,6 +318,11 @@ class Realtime:
                 await session.close()
             else:
                 await self._keep(kept)
+
+    async def _put_back(self, kept: KeptSession, place: ExitStack) -> None:
+        """Keep a session that was taken but not begun; then free its place."""
+        with place:
+            await self._keep(kept)
 
     async def _keep(self, kept: KeptSession) -> None:
         """Store a session, until its client returns or the time is over."""
