@@ -108,6 +108,11 @@ class Admission:
         return self.family.model
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether caches must not take more memory than requests reserve."""
+        return self.budget is not None
+
+    @property
     def max_seconds(self) -> float:
         """Maximum length of a recording in seconds; longer audio does not fit into the context.
 

@@ -40,6 +40,16 @@ _GAIN = 128
 """Maximum number of bytes that may be moved after an answer per byte freed."""
 _COPY_BYTES = 1 << 26
 """Number of bytes copied at a time while a pool is compacted in place."""
+_SPARE = 1 / 8
+"""Share of its slots by which a pool may grow beyond what is needed; ``trim_surplus`` leaves more
+than that."""
+_SPARE_MEMORY = 1 / 16
+"""Maximum share of a device's free memory for spare slots."""
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU; 0 for other devices."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 class Pool:
@@ -473,7 +483,7 @@ class PageStore:
                 pool.keep_address()
             self._keeps_addresses = True
 
-    def grow_ahead(self, counts: Mapping[Bits, int]) -> None:
+    def grow_ahead(self, counts: Mapping[Bits, int], *, spares: bool = False) -> None:
         """Grow pools until ``counts[bits]`` slots of each kind are free, as far as there is memory.
 
         A step for which a pool must grow cannot be launched early, so that the device waits for the
@@ -482,17 +492,33 @@ class PageStore:
 
         Args:
             counts: minimum number of free slots by kind.
+            spares: whether a pool that grows, grows by at least ``_SPARE`` of its slots if there is
+                plenty of memory. Each growth maps memory in every layer, which takes longer than
+                mapping some more of it.
         """
         if self.is_on_cpu or self.ranks.count > 1:
             return
         self.collect()
         for bits, count in counts.items():
             slots = self.allocators[bits]
+            if spares and count > slots.free:
+                spare = self._affordable(bits, int(slots.capacity * _SPARE))
+                count = max(count, slots.free + spare)
             with suppress(torch.OutOfMemoryError):
                 for pools in self.layers.values():
                     if pools.places is None or bits not in pools.places:
                         pools.by_bits[bits].reserve(slots.used + count)
                 slots.make_free(count)
+
+    def _affordable(self, bits: Bits, count: int) -> int:
+        """Return ``count`` if so many more slots take only a small part of the free memory of each
+        device, or else 0."""
+        devices = {pools.device for pools in self.layers.values()}
+        fits = all(
+            self.bytes_of({bits: count}, device) <= _SPARE_MEMORY * _free_bytes(device)
+            for device in devices
+        )
+        return count if fits else 0
 
     def share(self, sequences: Iterable[SequenceTable]) -> None:
         """Add an owner to every slot of the sequences."""

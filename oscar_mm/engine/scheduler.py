@@ -62,6 +62,11 @@ class Reservations(SpeechMemory, Protocol):
         """Number of tokens per chunk of a long prompt; None if prompts are not split."""
         ...
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether caches must not take more memory than requests reserve."""
+        ...
+
     def growth(
         self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
     ) -> SlotForecast:
@@ -602,7 +607,7 @@ class Scheduler:
         counts = Counter(dict.fromkeys(self.store.allocators, self.running))
         for request in requests:
             counts.update(request.slot_counts)
-        self.store.grow_ahead(counts)
+        self.store.grow_ahead(counts, spares=not self.admission.is_bounded)
 
     def _begin(self, requests: list[Request]) -> None:
         """Prefill prompts, or a chunk of a prompt, and sample the first token for each completed

@@ -253,6 +253,26 @@ def test_a_pool_that_grew_ahead_does_not_grow_in_a_step(
     assert (store.allocators[PLAIN].capacity == before) == memory
 
 
+@pytest.mark.parametrize("plenty", [True, False])
+def test_a_pool_grows_beyond_what_is_needed_where_memory_is_plenty(
+    plenty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the next requests need no growth, each of which maps memory in every layer."""
+    cache, _ = filled("standard", IDS)
+    store = cache.store
+    store.trim()
+    recents = store.allocators[PLAIN]
+    monkeypatch.setattr(PageStore, "is_on_cpu", False)
+    spare = recents.capacity // 8
+    left = 16 * store.bytes_of({PLAIN: spare}) - (not plenty)
+    monkeypatch.setattr(store_module, "_free_bytes", lambda device: left)
+    store.grow_ahead({PLAIN: 1}, spares=True)
+    grown = recents.capacity
+    assert spare > 1 and recents.free == (spare if plenty else 1)
+    store.grow_ahead({PLAIN: recents.free}, spares=True)
+    assert recents.capacity == grown == store.layers[0].recent.capacity
+
+
 def out_of_memory(capacity: int) -> None:
     raise torch.OutOfMemoryError("the GPU is full")
 
