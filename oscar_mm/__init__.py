@@ -1,4 +1,4 @@
-"""Answer questions about images, videos and audio with a 2-bit KV cache.
+"""Answer questions about images, videos and audio with a low-bit KV cache.
 
 Names are loaded on first use (PEP 562), so that `import oscar_mm` and the command line's help text
 need not import torch.

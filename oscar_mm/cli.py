@@ -31,7 +31,7 @@ EXIT_BAD_INPUT = 2
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
-    help="Ask multimodal models about images, video and sound with a 2-bit KV cache.",
+    help="Ask multimodal models about images, video and sound with a low-bit KV cache.",
     epilog=f"{DEBUG_VARIABLE}=1 shows the full traceback of an unexpected error.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -151,7 +151,7 @@ def _header(handlers: Handlers) -> None:
     card = handlers.sessions.card
     _HTML(
         "<header><h1>oscar_mm</h1><p>Long conversations about images, audio and video in a "
-        f'2-bit KV cache</p><span class="chip">{escape(card.title)}</span>'
+        f'low-bit KV cache</p><span class="chip">{escape(card.title)}</span>'
         '<button id="theme" type="button" aria-label="Switch between dark and light">◐</button>'
         "</header>",
         js_on_load=_THEME_SCRIPT + shortcuts.SCRIPT + file_drop.SCRIPT,

@@ -197,7 +197,7 @@ class Realtime:
     ) -> KeptSession | None:
         """Find the session that a client returns to, and end the connection that it still has.
 
-        A client that is refused does not end the connection.
+        A client that asks for another model, or has no place, does not end the connection.
 
         Returns:
             the session, which is still stored; None for a new one.
