@@ -64,16 +64,12 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
-        leave_configurations_unwritten()
+        if "torch" in sys.modules:
+            from tests.quick_loading import shorten_loading
+
+            shorten_loading()
         gc.freeze()
         gc.enable()
-
-
-def leave_configurations_unwritten() -> None:
-    """Loading a model turns its configurations into text, for log lines that nobody reads and for
-    errors of type checks that another type passes. A tiny Qwen3-Omni takes almost twice as long."""
-    if transformers := sys.modules.get("transformers.configuration_utils"):
-        transformers.PreTrainedConfig.__repr__ = object.__repr__
 
 
 @pytest.hookimpl(wrapper=True)

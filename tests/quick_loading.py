@@ -1,0 +1,52 @@
+"""Shortcuts of loading for tests, which load the same tiny models a thousand times."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def shorten_loading() -> None:
+    """Leave out what nobody reads and what was computed before, in modules that are imported."""
+    if transformers := sys.modules.get("transformers.configuration_utils"):
+        # Loading turns configurations into text, for log lines that nobody reads and for errors of
+        # type checks that another type passes. A tiny Qwen3-Omni takes almost twice as long.
+        transformers.PreTrainedConfig.__repr__ = object.__repr__
+    for name in ("kaiming_uniform_", "uniform_", "normal_", "ones_", "zeros_"):
+        setattr(torch.nn.init, name, _of_real_tensors(getattr(torch.nn.init, name)))
+    if score_errors := sys.modules.get("oscar_mm.ops.score_errors"):
+        score_errors._restored = _remembered(score_errors._restored)
+
+
+def _of_real_tensors(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Models are made of tensors without memory, which PyTorch fills by slow Python functions."""
+
+    @functools.wraps(fill)
+    def filled(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        return tensor if tensor.is_meta else fill(tensor, *args, **options)
+
+    return filled
+
+
+def _remembered(restore: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """The check of weights packs and unpacks keys of each layer, which takes almost half the
+    time of loading. Equal keys are restored alike."""
+    found = dict[Any, Tensor | None]()
+
+    def restored(keys: Tensor, policy: Any, sigma: Tensor | None) -> Tensor | None:
+        key = (
+            policy,
+            *(None if x is None else (x.shape, x.device, _bytes(x)) for x in (keys, sigma)),
+        )
+        if key not in found:
+            found[key] = restore(keys, policy, sigma)
+        return found[key]
+
+    return restored
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).numpy(force=True).tobytes()
