@@ -66,7 +66,7 @@ def build_decoder(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMo
         "vocab_size": 300,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,

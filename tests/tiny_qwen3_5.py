@@ -17,7 +17,7 @@ from tests.tiny_qwen3_vl import qwen3_vl_processor
 def qwen3_5(
     folder: Path, *, seed: int, moe: bool = False, thinking: bool = False, **overrides: Any
 ) -> None:
-    """Qwen3.5: three layers of Gated DeltaNet and one of attention, with 256 channels and a gate.
+    """Qwen3.5: two layers of Gated DeltaNet and one of attention, with 256 channels and a gate.
 
     ``moe`` gives the decoder experts, ``thinking`` the template and the tokens of a checkpoint that
     reasons; ``overrides`` go to the text config.
@@ -32,7 +32,8 @@ def qwen3_5(
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 256,

@@ -82,14 +82,15 @@ def qwen3_vl(
     if moe:
         config_class, model_class = Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-        overrides = experts | overrides
+        # Its third layer gets no features of the vision tower's layers.
+        overrides = experts | {"num_hidden_layers": 3} | overrides
     processor = qwen3_vl_processor(thinking=thinking)
     tokenizer = processor.tokenizer
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,

@@ -94,7 +94,7 @@ def test_how_many_fit() -> None:
 def test_shape_of_a_configuration() -> None:
     model = build_decoder("llama")
     shape = ModelShape.of(model.config, model.num_parameters())
-    assert (shape.layers, shape.kv_heads, shape.head_dim) == (3, 2, 64)
+    assert (shape.layers, shape.kv_heads, shape.head_dim) == (2, 2, 64)
     assert shape.weight_bytes == 2 * model.num_parameters()
 
 
@@ -143,7 +143,7 @@ def test_memory_that_torch_keeps_is_free() -> None:
     assert unused_bytes(device) == held > 0
 
 
-LIMIT = 340_000
+LIMIT = 227_000
 """Bytes: one chat has room after its first turn, two have not."""
 SHOWN = {"images": [noise(300, 300, seed) for seed in range(3)], "max_new_tokens": 4}
 MORE = {"prompt": "And now?", "images": [noise(64, 64)], "max_new_tokens": 4}
@@ -166,13 +166,13 @@ def files(folder: Path) -> list[Path]:
 
 def test_spilled_chats_come_back(free, qwen3_vl_folder, tmp_path) -> None:
     folder = tmp_path / "a" / "b"
-    pipe = pipeline(qwen3_vl_folder, kv_budget=445_000, spill=folder)
+    pipe = pipeline(qwen3_vl_folder, kv_budget=297_000, spill=folder)
     chats, others = [[one.chat() for _ in range(4)] for one in (pipe, free)]
     for round_ in range(2):
         for chat, other in zip(chats, others, strict=True):
             question = {"prompt": "What is it?", **SHOWN} if not round_ else MORE
             assert chat.ask(**question).token_ids == other.ask(**question).token_ids
-            assert pipe.store.memory().used_bytes <= 445_000
+            assert pipe.store.memory().used_bytes <= 297_000
             assert chat.segments == other.segments
     assert free.store.memory().used_bytes > 2 * LIMIT
     on_disk = len(files(folder))
@@ -207,7 +207,7 @@ def test_spilled_chats_come_back(free, qwen3_vl_folder, tmp_path) -> None:
 
 
 def test_files_go_with_their_chats(qwen3_vl_folder, tmp_path) -> None:
-    pipe = pipeline(qwen3_vl_folder, kv_budget="340 kB", spill=tmp_path)
+    pipe = pipeline(qwen3_vl_folder, kv_budget="227 kB", spill=tmp_path)
     chats = [pipe.chat() for _ in range(3)]
     for chat in chats:
         chat.ask("What is it?", **SHOWN)
@@ -235,7 +235,7 @@ def test_refused(qwen3_vl_folder) -> None:
     pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=False)
     first, second = pipe.chat(), pipe.chat()
     first.ask("What is it?", **SHOWN)
-    with pytest.raises(MemoryBusy, match=r"kv_budget is 340,000 bytes: .* close\(\) chats"):
+    with pytest.raises(MemoryBusy, match=r"kv_budget is 227,000 bytes: .* close\(\) chats"):
         second.ask("What is it?", **SHOWN)
     assert second.turns == ()
     assert first.ask(**MORE).token_ids
@@ -244,7 +244,7 @@ def test_refused(qwen3_vl_folder) -> None:
     alone = pipeline(qwen3_vl_folder, kv_budget=LIMIT).chat()
     alone.ask("What is it?", **SHOWN)
     with pytest.raises(
-        RequestTooLarge, match=r"over kv_budget \(.* of 340.00 KB\).*raise kv_budget"
+        RequestTooLarge, match=r"over kv_budget \(.* of 227.00 KB\).*raise kv_budget"
     ):
         alone.ask("And these?", **SHOWN)
     alone.forget(1)

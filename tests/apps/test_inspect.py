@@ -38,7 +38,7 @@ def test_tables_and_files(qwen3_vl_folder, pictures, tmp_path, capsys) -> None:
     ]
     record = json.loads((out / "inspection.json").read_text())
     assert record["media"] == ["picture0.png", "picture1.png", "picture2.png"]
-    assert record["tokens"]["image"] == 3 * 64 and len(record["layers"]) == 3
+    assert record["tokens"]["image"] == 3 * 64 and len(record["layers"]) == 2
     assert record["findings"][0] in " ".join(captured.out.split())
     assert record["layers"][0]["errors"]["channel, no token scaling"]["image"]["output"] > 0
     Image.open(out / "inspection.png").verify()

@@ -59,7 +59,7 @@ def test_inspect(folder: Path, words: Path, tmp_path: Path, capsys) -> None:
     record = json.loads((out / "inspection.json").read_text())
     assert record["tokens"] == {"text": 500} and record["text"] == "words.txt"
     assert "media" not in record and "prompt" not in record
-    assert record["qk_norm"] and len(record["layers"]) == 3
+    assert record["qk_norm"] and len(record["layers"]) == 2
     assert "Text: words.txt." in (out / "inspection.html").read_text()
     words.write_text("A few words.\n")
     assert run(asked) == 0

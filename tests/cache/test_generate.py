@@ -305,8 +305,8 @@ def test_language_model_of_qwen3_vl() -> None:
 
 @pytest.mark.parametrize("where", ["attention", "mlp"])
 @pytest.mark.parametrize("implementation", ["sdpa", "oscar"])
-def test_exception_in_the_middle_layer(models, implementation: str, where: str) -> None:
-    model = models["llama"]
+def test_exception_in_the_middle_layer(implementation: str, where: str) -> None:
+    model = build_decoder("llama", num_hidden_layers=3)
     model.set_attn_implementation(implementation)
     middle: nn.Module = model.model.layers[1]
     module = middle.self_attn.k_proj if where == "attention" else middle.mlp

@@ -318,7 +318,7 @@ def test_output_attentions_are_refused() -> None:
     weights = model(
         prompt(5), **as_argument(OscarCache(model=model)), output_attentions=True
     ).attentions
-    assert [x.shape for x in weights] == [(1, 4, 5, 5)] * 3
+    assert [x.shape for x in weights] == [(1, 4, 5, 5)] * 2
 
 
 @pytest.mark.filterwarnings("ignore:OscarCache. expect.attention_mask")

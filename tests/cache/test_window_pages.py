@@ -27,10 +27,10 @@ from tests.languages import CHATML, build_language_model
 
 WINDOW, NEVER = 40, 1 << 20
 EXTRA = {"sliding_window": WINDOW, "max_position_embeddings": 1 << 13}
-KINDS = ["sliding_attention", "full_attention"] * 2
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
-    "gemma 3": ("gemma3_text", {"layer_types": KINDS, "num_hidden_layers": 4}),
+    "gemma 3": ("gemma3_text", {"layer_types": KINDS, "num_hidden_layers": 3}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 POLICIES = {

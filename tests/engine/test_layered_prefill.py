@@ -17,6 +17,7 @@ from oscar_mm.engine import decode_runner, device_timer, layered_prefill, runnin
 from oscar_mm.engine.decode_runner import DecodeRunner
 from oscar_mm.fast_decode import graph_runner
 from oscar_mm.fast_decode.graph_runner import GraphRunner, InflightStep
+from tests.checkpoints import build
 from tests.engine.engine import (
     BAD,
     SHORT,
@@ -360,11 +361,12 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
 
 @pytest.mark.parametrize("layer_seconds", [0.06, 0.2])
 def test_a_short_prompt_is_read_at_once(
-    layer_seconds: float, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+    layer_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps begin between its layers once running answers have waited for 0.2 s, and do not make up
     for that time."""
-    pipe, right, step_seconds = loaded(qwen3_vl_folder), GraphRunner.__call__, 0.02
+    pipe = loaded(build("qwen3_vl", tmp_path / "deep", num_hidden_layers=3))
+    right, step_seconds = GraphRunner.__call__, 0.02
     layers, tokens = pipe.model.get_decoder().layers, list[int]()
 
     def step(*arguments: Any) -> torch.Tensor:

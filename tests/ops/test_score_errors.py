@@ -49,7 +49,7 @@ def divergence(model: PreTrainedModel, policy: str) -> float:
     return float((exact.exp() * (exact - other)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("layer", [0, 1])
 def test_the_layer_that_breaks_is_named(caplog: pytest.LogCaptureFixture, layer: int) -> None:
     """What counts the whole bias in balancing, or spreads it over all channels, breaks."""
     model = biased(300, layer)
@@ -77,7 +77,7 @@ def test_models_that_pages_hold_well(caplog: pytest.LogCaptureFixture, name: str
     model = build_decoder(name)
     for policy in POLICIES:
         errors = score_errors(model, KVPolicy.preset(policy))
-        assert list(errors) == [f"model.layers.{index}.self_attn" for index in range(3)]
+        assert list(errors) == [f"model.layers.{index}.self_attn" for index in range(2)]
         assert 0.02 < max(errors.values()) < 0.6 * MOST
         assert not warnings(caplog, model, policy)
 

@@ -524,7 +524,7 @@ def _both(name: str, change: Any) -> Any:
 
 ALTERED = {
     "nan": (_state("layer.0.state.1", lambda x: x * torch.nan), "NaN or infinity"),
-    "infinity": (_state("layer.2.conv.0", lambda x: x / 0), "NaN or infinity"),
+    "infinity": (_state("layer.1.conv.0", lambda x: x / 0), "NaN or infinity"),
     "two rows": (_both("layer.0.conv", lambda x: x.expand(2, -1, -1)), "number of dimensions"),
     "rows": (
         lambda *content: [
@@ -576,7 +576,7 @@ def test_chats_of_models_without_states_are_refused(
     text = json.loads(texts["oscar_mm.cache"]) | {"fingerprint": other.fingerprint}
     path = tmp_path / "chat.oscar"
     write_checked(path, tensors, texts | {"oscar_mm.cache": json.dumps(text)})
-    with pytest.raises(InputError, match="it has 4 layers"):
+    with pytest.raises(InputError, match="it has 3 layers"):
         other.load_chat(path)
 
 

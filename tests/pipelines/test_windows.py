@@ -28,7 +28,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "gemma 3": (
         "gemma3_text",
-        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+        },
     ),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }

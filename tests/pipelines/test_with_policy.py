@@ -12,7 +12,7 @@ SHOWN = {"images": [noise(300, 300, seed) for seed in range(3)], "max_new_tokens
 
 @pytest.fixture(scope="module")
 def pipe(qwen3_vl_folder) -> OscarVLPipeline:
-    made = OscarVLPipeline(qwen3_vl_folder, device="cpu", kv_budget="900kB", prefix_cache="900kB")
+    made = OscarVLPipeline(qwen3_vl_folder, device="cpu", kv_budget="600kB", prefix_cache="600kB")
     made.model.generation_config.eos_token_id = NEVER
     return made
 

@@ -229,7 +229,7 @@ def test_budget(worker: Worker, recordings: Path) -> None:
     free = Engine(worker._pipe, worker._engine.settings, 8)
     expected = answered(free, rows)
     # About what a recording and two of its rows take.
-    limit = 450_000
+    limit = 300_000
     bounded = Worker(replace(worker.plan, kv_budget=limit))
     seen = []
     hook = bounded._pipe.model.register_forward_hook(
@@ -238,9 +238,9 @@ def test_budget(worker: Worker, recordings: Path) -> None:
     assert_same(answered(bounded._engine, rows), expected)
     assert 0.4 * limit < max(seen) <= limit < free.peak_bytes
     hook.remove()
-    tiny = Worker(replace(worker.plan, kv_budget=20_000))
+    tiny = Worker(replace(worker.plan, kv_budget=13_000))
     found = answered(tiny._engine, rows)
-    assert all("kv_budget is 20,000 bytes, but the" in one["error"] for one in found.values())
+    assert all("kv_budget is 13,000 bytes, but the" in one["error"] for one in found.values())
     assert tiny._pipe.store.memory().used_bytes == 0
 
 

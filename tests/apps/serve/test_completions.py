@@ -19,7 +19,7 @@ from tests.apps.serve.test_server import client_of, metrics
 from tests.apps.serve.test_service import eventually
 from tests.pipelines.conftest import NEVER
 
-PROMPT = "The sign at the corner says"
+PROMPT = "The man said"
 MODELS = {"qwen": "qwen3_vl_folder", "llava": "llava_next_vicuna_folder", "omni": None}
 
 
