@@ -183,6 +183,7 @@ def test_sliding_window(policy: str, window: int) -> None:
     check_chunk(cache, chunk(1, 20, batch=2), ids=new, past_real=ids != PADDING, window=window)
 
 
+@pytest.mark.daily("standard")
 @pytest.mark.parametrize(("policy", "window"), [("standard", 100), ("bf16", 600)])
 def test_windows_of_many_tokens_are_read_in_blocks(
     policy: str, window: int, monkeypatch: pytest.MonkeyPatch

@@ -175,6 +175,7 @@ def test_table_of_a_short_prompt_says_what_tails_are() -> None:
     assert "bits per value" in lines[-2]
 
 
+@pytest.mark.daily("channel")
 @pytest.mark.parametrize(
     ("policy", "heads", "tokens", "least"),
     [

@@ -95,7 +95,7 @@ def test_codes_are_written_out_in_two_bits() -> None:
     assert answer.memory.tokens["image"] > 128  # so pages are full, and packed
 
 
-@pytest.mark.daily("channel")
+@pytest.mark.daily("pocket-llava-channel")
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 @pytest.mark.parametrize("name", ["pocket-vl", "pocket-llava", "pocket-omni"])
 def test_texts_before_pictures_name_them(name: str, policy: str) -> None:

@@ -127,7 +127,7 @@ def test_a_batch_equals_one_by_one(case) -> None:
         assert found.timings.prefill_s > 0 < found.timings.decode_s
 
 
-@pytest.mark.daily("qwen", "moe")
+@pytest.mark.daily("moe")
 def test_rows_that_end_early(case) -> None:
     pipe, requests = case
     free = [answer.token_ids for answer in alone(pipe, requests)]

@@ -300,7 +300,7 @@ def test_videos_are_those_of_transformers(one: Pictures, videos: list, monkeypat
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
 def test_videos_of_different_lengths(one: Pictures, monkeypatch) -> None:
     """Videos that no processor takes together share a pass, or have a pass each."""
-    media = one.pipe.read_media(videos=[clip(3), clip(40, 9), clip(5, 2)])
+    media = one.pipe.read_media(videos=[clip(3), clip(20, 9), clip(5, 2)])
     prompt = one.pipe.family.prompt(first_turn("What is it?", media.parts), media)
     found = [read_prompt(one.pipe.model, prompt, one.pipe.new_cache())]
     monkeypatch.setattr(prefill_module, "MAX_TOKENS", 1)

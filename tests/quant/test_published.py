@@ -8,7 +8,7 @@ import torch
 from oscar_mm import roundtrip
 from tests.quant.synthetic import attention, multimodal, relative_error, sigma_of
 
-SEEDS = range(2)
+SEEDS = (0, pytest.param(1, marks=pytest.mark.slow))
 
 
 def sylvester(size: int) -> torch.Tensor:

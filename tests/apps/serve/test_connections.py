@@ -18,6 +18,7 @@ from tests.apps.serve.test_server import ask, client_of
 POST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 )
+_PART = POST + b"Content-Length: 90\r\n\r\n{"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,8 @@ def test_a_client_that_asks_in_time_may_ask_again(hasty) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("sent", [b"", POST + b"Content-Length: 90\r\n\r\n{"])
+@pytest.mark.daily("part")
+@pytest.mark.parametrize("sent", [pytest.param(b"", id="nothing"), pytest.param(_PART, id="part")])
 def test_connections_are_bounded(omni, sent: bytes) -> None:
     """The longest to wait give way to others, and who is answered does not."""
     limits: dict[str, Any] = {"running": 2, "waiting": 2, "idle": 10, "max_new_tokens": 4000}

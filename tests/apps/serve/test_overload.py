@@ -32,7 +32,7 @@ def crowd(address: str, count: int) -> Iterator[list[float]]:
     def work(number: int) -> None:
         client = client_at(address, GREEDY)
         while not over.is_set():
-            ask(client, user("Why?"), user=f"{number}, {len(ended)}", max_tokens=40)
+            ask(client, user("Why?"), user=f"{number}, {len(ended)}", max_tokens=20)
             ended.append(number)
 
     threads = [threading.Thread(target=work, args=[number]) for number in range(count)]
