@@ -182,6 +182,19 @@ RELEASED["qwen3.5-9b"] = Released(
 )
 """A hybrid: three of four layers keep states. Only benchmarks use this shape, so it is not in
 ``SHAPES``."""
+_27B = {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+}
+RELEASED["qwen3.5-27b"] = replace(
+    RELEASED["qwen3.5-9b"],
+    source="Qwen/Qwen3.5-27B",
+    text=RELEASED["qwen3.5-9b"].text | _27B,
+    vision=RELEASED["qwen3.5-9b"].vision | {"out_hidden_size": 5120},
+)
 
 RANDOM_MODELS = RELEASED | {
     f"{name}-{weights}": replace(RELEASED[name], weights=weights)
