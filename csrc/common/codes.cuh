@@ -133,10 +133,11 @@ __device__ __forceinline__ uint32_t code_bytes(const Codes<BITS>& codes) {
 }
 
 // Place of the lowest bit of a code that in_byte returns: the highest place, because shifts to the
-// left are multiplications, which use another pipe than masks. Sums of products of 256 channels
-// would be too large there (FIXED_ZERO).
+// left are multiplications, which use another pipe than masks. With more than 128 channels, sums of
+// products would be too large at the highest places of 2 and of 4 bits (FIXED_ZERO).
 template <int BITS>
-constexpr int BYTE_PLACE = HEAD_DIM > 128 ? 0 : BITS == 2 ? 6 : 4;
+constexpr int BYTE_PLACE = HEAD_DIM <= 128 ? (BITS == 2 ? 6 : 4) : BITS == 4 ? 0 : 4;
+static_assert(HEAD_DIM * 7 << BYTE_PLACE<3> <= (1 << 22) / 128, "sums are too large");
 
 template <int BITS, int STEP, int HALF>
 __device__ __forceinline__ uint32_t in_byte(uint32_t bytes) {

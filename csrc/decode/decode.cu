@@ -158,14 +158,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     State state;
     state.clear();
     attend_segment(params, shared, part, state, taken, warp, lane);
+    if (RECORDS_IN_BUFFERS) __syncthreads();  // all warps have attended to their last pages
+    Records* records = records_of(shared);
     if (WARPS > SLOTS) {
       // Shared memory holds only half of the states: the upper warps store theirs first.
-      if (warp >= SLOTS) store_state(shared.merge[warp - SLOTS], state, lane);
+      if (warp >= SLOTS) store_state(records[warp - SLOTS], state, lane);
       __syncthreads();
-      if (warp < WARPS - SLOTS) add_state(shared.merge[warp], state, lane);
+      if (warp < WARPS - SLOTS) add_state(records[warp], state, lane);
       __syncwarp();
     }
-    if (warp < SLOTS) store_state(shared.merge[warp], state, lane);
+    if (warp < SLOTS) store_state(records[warp], state, lane);
     __syncthreads();
     const Assignment done = part;
     const Run run = run_of(part);
@@ -176,10 +178,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // Load the next segment's pages while the states of this one are summed.
       part.advance(params);
       if (warp < COLUMNS) query.fetch(params, part, warp, lane);
-      request_first(params, shared, part, taken, true, true, warp, lane);
+      request_first(params, shared, part, taken, true, true, warp, lane, 0, FREE_BUFFERS);
     }
     finish_segment(params, shared, done, goes_on, warp, lane);
     if (!goes_on) return;
+#if RECORDS_IN_BUFFERS && USE_TMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // bulk copies overwrite records
+#endif
     __syncthreads();
+    if (RECORDS_IN_BUFFERS)
+      request_first(params, shared, part, taken, true, true, warp, lane, FREE_BUFFERS);
   }
 }

@@ -57,7 +57,7 @@ __device__ __forceinline__ void finish_segment(const Params& params, Shared& sha
   // Along the work list, segment or thread block changes from part to part, so their sum identifies
   // a part.
   float* partials = params.partials + static_cast<int64_t>(part.index) * PART;
-  float* records = shared.merge[0][0];
+  float* records = records_of(shared)[0][0];
   int count = SLOTS, added = 0;  // records in shared memory; parts copied there so far
   bool is_part = parts > 1;
   Column sum;

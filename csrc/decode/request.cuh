@@ -37,14 +37,19 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
   }
 }
 
-// Fill the buffers with a segment's first items, after all earlier items have been attended to: the
-// new tokens, the stored ones, or both.
+// Fill the buffers [begin, end) with a segment's first items, after all earlier items have been
+// attended to: the new tokens, the stored ones, or both.
 __device__ __forceinline__ void request_first(const Params& params, Shared& shared,
                                               const Assignment& part, uint32_t taken, bool added,
-                                              bool stored, int warp, int lane) {
+                                              bool stored, int warp, int lane, int begin = 0,
+                                              int end = BUFFERS) {
   const Run run = run_of(part);
   for (int i = warp; i < min(BUFFERS, run.last - run.first); i += WARPS) {
     const int item = run.first + i;
+    if (RECORDS_IN_BUFFERS) {
+      const int buffer = (taken + i) % BUFFERS;
+      if (buffer < begin || buffer >= end) continue;
+    }
     if (item ? stored : added)
       request(params, shared, part, item, entry_of(params, part, item, lane), taken + i, lane);
   }

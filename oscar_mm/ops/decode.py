@@ -210,7 +210,8 @@ class Specialization(NamedTuple):
         shared_norms = self.formats[0].token_scaling == "shared"
         buffer = self.head_bytes + (2 * PAGE_TOKENS if shared_norms else 0)
         size = buffers * _aligned(buffer, 128)
-        size = _aligned(size, 16) + -(-warps // 2) * self._columns * (self.head_dim + 3) * 4
+        if self.head_dim <= 128:  # otherwise buffers take the records
+            size = _aligned(size, 16) + -(-warps // 2) * self._columns * (self.head_dim + 3) * 4
         size = _aligned(size, 16) + COLUMNS * self.head_dim * 2
         size = _aligned(_aligned(size, 16) + self._query_bytes, 16) + _ASSIGNMENT_BYTES
         size = _aligned(size, 8) + buffers * (8 + 4 + 4) + 4
@@ -226,7 +227,8 @@ class Specialization(NamedTuple):
         faster than 12 with 20 buffers, and 5% slower with 17.
         """
         of_16 = [(16, 20)] if self._is_stream and self.narrow else []
-        for warps, fewest in (*of_16, (12, 12), (8, 4 if self.head_dim <= 128 else 2)):
+        shapes = (*of_16, (12, 12), (8, 4)) if self.head_dim <= 128 else ((8, 2),)
+        for warps, fewest in shapes:
             for buffers in range(20, fewest - 1, -1):
                 if self.shared_bytes(warps, buffers) <= limit:
                     return BlockShape(warps, buffers, self._dividing(limit))
