@@ -77,7 +77,8 @@ class PagedAttention:
         """Allocate memory for this number of tokens in rings, unless it is already allocated."""
         own = self.rings
         if len(own) < places or (own.device, own.dtype) != (device, dtype):
-            self.rings = own.new_empty(places, *own.shape[1:], device=device, dtype=dtype)
+            # Zeros, because layers of a draft model may read tokens that only the model has.
+            self.rings = own.new_zeros(places, *own.shape[1:], device=device, dtype=dtype)
 
     def balance(self, sigma: torch.Tensor | None, device: torch.device | None = None) -> None:
         """Set the balancing factors of queries and keys; call this again if weights are reloaded.

@@ -6,7 +6,8 @@ so this does not depend on vLLM's model runners, which number requests in differ
 rows.
 
 Supports vLLM 0.25 to 0.33. Versions differ in how they get the block size: newer ones ask the
-backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``).
+backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``) and,
+for hybrid models, the platform (``oscar_mm.vllm_plugin.hybrid``).
 """
 
 # pyright: reportMissingImports=false
@@ -46,13 +47,11 @@ from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.balance import rotary_angles, sigma_of_layer
-from oscar_mm.vllm_plugin import Settings
+from oscar_mm.vllm_plugin import Settings, hybrid
 from oscar_mm.vllm_plugin.attention import PagedAttention
 from oscar_mm.vllm_plugin.step import Reading, Rings, Step, StepTables
 
 _MIN_CAPABILITY = (8, 0)
-_WITHOUT_DRAFT_LAYERS = ("ngram", "ngram_gpu", "suffix")
-"""Speculative decoding methods that run no layers between two steps of the model."""
 _BALANCING = "oscar_mm_balancing"
 """Name of a layer's buffer for its balancing."""
 
@@ -67,9 +66,11 @@ class OscarBackend(AttentionBackend):
     Attributes:
         settings: settings of the model created last, the only one that vLLM's calls on the class
             can refer to.
+        config: vLLM's configuration of that model.
     """
 
     settings: ClassVar[Settings] = Settings.of({})
+    config: ClassVar[VllmConfig | None] = None
     supported_dtypes: ClassVar[list[torch.dtype]] = list(ELEMENTS)
     accept_output_buffer = True
     forward_includes_kv_cache_update = True
@@ -97,7 +98,7 @@ class OscarBackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Return the head sizes with which the plugin has been tested."""
-        return [64, 128]
+        return [64, 128, 256]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -123,9 +124,17 @@ class OscarBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return a layer's spec with the size of our pages (newer vLLM)."""
+        """Return a layer's spec with the size of our pages (newer vLLM).
+
+        If layers with sliding windows have larger blocks, ours get more tokens: vLLM pads the
+        smaller blocks, and ours must be contiguous.
+        """
         size = cls.settings.token_bytes(spec.num_kv_heads, spec.head_size)
-        return replace(spec, dtype=torch.uint8, state_content_bytes=size)
+        spec = replace(spec, dtype=torch.uint8, state_content_bytes=size)
+        if cls.config is None or spec.block_size % PAGE_TOKENS:  # vLLM asks for a single token.
+            return spec
+        blocks = -(-_window_block_bytes(cls.config) // spec.page_size_bytes)
+        return replace(spec, block_size=spec.block_size * max(blocks, 1))
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
@@ -164,7 +173,8 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         self._longest = config.max_model_len
         pages = -(-self._longest // PAGE_TOKENS) + 1
         rows = max(scheduler.max_num_seqs, *sizes)
-        layers = 0 if _takes_layer_by_layer(vllm_config) else len(layer_names)
+        drafts = all(impl.is_draft for impl in self._impls)
+        layers = 0 if drafts or _takes_layer_by_layer(vllm_config) else len(layer_names)
         rings = self._impls[0].rings(vllm_config, device)
         self._tables = StepTables(
             *(rows, max(scheduler.max_num_batched_tokens, *sizes)),
@@ -211,6 +221,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     Attributes:
         attention: implementation of the attention.
         is_loaded: whether vLLM has reported that the weights are loaded.
+        is_draft: whether the layer belongs to a draft model, which vLLM creates once the model's
+            weights are loaded.
 
     Raises:
         InputError: if pages do not support this kind of layer.
@@ -245,7 +257,6 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             f"--kv-cache-dtype {kv_cache_dtype}": kv_cache_dtype
             not in OscarBackend.supported_kv_cache_dtypes,
-            "hybrid models": config.model_config.is_hybrid,
             "context parallelism": parallel.decode_context_parallel_size > 1
             or parallel.prefill_context_parallel_size > 1,
             **{name: value is not None for name, value in others.items()},
@@ -253,6 +264,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if refused := [name for name, value in given.items() if value]:
             raise _unsupported(refused)
         OscarBackend.settings = found = Settings.of(config.additional_config)
+        OscarBackend.config = config
         self._token_bytes = found.token_bytes(self.num_kv_heads, head_size)
         self._policy = found.policy
         # Done here, where vLLM's configuration, which may set the version, is available.
@@ -264,6 +276,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self._ring_count = config.scheduler_config.max_num_seqs
         self._rings: Rings | None = None
         self.is_loaded = False
+        layers = config.compilation_config.static_forward_context.values()
+        others = (getattr(layer, "impl", None) for layer in layers)
+        self.is_draft = any(isinstance(x, OscarImpl) and x.is_loaded for x in others)
         # vLLM's layer of this backend, the attention module that contains it, and the decoder
         # layer.
         self._owners: list[weakref.ref[nn.Module]] = []
@@ -299,6 +314,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         layer.register_buffer(_BALANCING, self.attention.sigma, persistent=False)
         if not hasattr(AttentionBackend, "customize_spec"):
             layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportArgumentType]
+            hybrid.align_for(OscarBackend)
 
     def make_rings(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate memory for the tokens in the rings of all running requests."""
@@ -306,12 +322,19 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.attention.make_rings(places, device, dtype)
 
     def rings(self, config: VllmConfig, device: torch.device) -> Rings:
-        """Return the requests' rings, which all metadata builders of the layer share."""
-        cache = config.cache_config
-        blocks = (cache.num_gpu_blocks or 0) * max(cache.block_size // PAGE_TOKENS, 1)
+        """Return the requests' rings, which all metadata builders of the layer share.
+
+        A draft model's own steps use no rings: they run ahead of the model's steps, in whose tables
+        its layers also take part.
+        """
+        layer = self._owners[0]()
+        spec = config.cache_config if layer is None else _spec_of(layer, config)
+        blocks = (config.cache_config.num_gpu_blocks or 0) * (spec.block_size // PAGE_TOKENS)
         if self._rings is None or self._rings.blocks != blocks:
+            shape = self._ring_shape
+            shape = RingShape(0, 0, shape.spare) if self.is_draft else shape
             self._rings = Rings(
-                *(self._ring_count, self._ring_shape, blocks, device),
+                *(self._ring_count, shape, blocks, device),
                 keeps=config.kv_transfer_config is None,
             )
         return self._rings
@@ -362,6 +385,20 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         return output
 
 
+def _spec_of(layer: Any, config: VllmConfig) -> Any:
+    """Return the spec of a layer as vLLM's workers collect it."""
+    spec, backend = layer.get_kv_cache_spec(config), layer.get_attn_backend()
+    return backend.customize_spec(spec) if hasattr(backend, "customize_spec") else spec
+
+
+def _window_block_bytes(config: VllmConfig) -> int:
+    """Return the size of the largest block of layers with sliding windows, which have a backend of
+    vLLM's own; 0 if there are none."""
+    layers = config.compilation_config.static_forward_context.values()
+    windows = (x for x in layers if isinstance(x, Attention) and x.sliding_window is not None)
+    return max((_spec_of(x, config).page_size_bytes for x in windows), default=0)
+
+
 def _takes_layer_by_layer(config: VllmConfig) -> bool:
     """Return whether a KV connector may read a layer's pages before the next layer attends.
 
@@ -373,18 +410,12 @@ def _takes_layer_by_layer(config: VllmConfig) -> bool:
 
 
 def _ring_shape(config: VllmConfig, policy: KVPolicy) -> RingShape:
-    """Return the shape of the rings of a model's requests.
-
-    Layers of a draft model share the tables of the model's steps, but not its tokens. So with a
-    draft model, tokens of earlier steps are never read from a ring.
-    """
+    """Return the shape of the rings of a model's requests."""
     speculation = config.speculative_config
     if speculation is None:
         return RingShape(policy.sinks, policy.window, 1)
     # Drafters that draft in parallel take twice as many tokens.
     max_new = min(1 + 2 * (speculation.num_speculative_tokens or 0), MAX_QUERY_TOKENS)
-    if speculation.method not in _WITHOUT_DRAFT_LAYERS:
-        return RingShape(0, 0, max_new)
     return RingShape(policy.sinks, policy.window, max_new)
 
 

@@ -48,14 +48,15 @@ class Layer:
         max_unpacked: int = 64,
         layers_of_tables: int = 1,
         rings: int = 16,
+        head_dim: int = HEAD_DIM,
     ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.head_dim = torch.device(device), dtype, head_dim
         settings = Settings.of({"oscar_mm": {"policy": policy}})
-        recipe, self.policy = settings.recipe(KV_HEADS, HEAD_DIM), settings.policy
+        recipe, self.policy = settings.recipe(KV_HEADS, head_dim), settings.policy
         self.format, self.recipe = recipe.page_format, recipe
-        self.attention = PagedAttention(recipe, HEADS, HEAD_DIM**-0.5, exact_attention)
+        self.attention = PagedAttention(recipe, HEADS, head_dim**-0.5, exact_attention)
         generator = torch.Generator().manual_seed(1)
-        share = torch.rand(KV_HEADS, HEAD_DIM, generator=generator)
+        share = torch.rand(KV_HEADS, head_dim, generator=generator)
         self.attention.balance(1 / (share + 0.5).bfloat16().float())
         ring_shape = RingShape(self.policy.sinks, self.policy.window, query_tokens)
         self.attention.make_rings(rings * ring_shape.entries, self.device, dtype)
@@ -75,10 +76,10 @@ class Layer:
 
     def request(self, tokens: int, like: Request | None = None, shared: int = 0) -> Request:
         """A request of so many tokens, of which the first are another's, whose blocks it shares."""
-        drift = torch.randn(KV_HEADS, HEAD_DIM, generator=self._generator) * 2
+        drift = torch.randn(KV_HEADS, self.head_dim, generator=self._generator) * 2
         states = []
         for heads in (HEADS, KV_HEADS, KV_HEADS):
-            x = torch.randn(tokens, heads, HEAD_DIM, generator=self._generator)
+            x = torch.randn(tokens, heads, self.head_dim, generator=self._generator)
             states.append(x.to(self.device, self.dtype))
         states[1] += drift.to(self.device, self.dtype)
         blocks = [self._free.pop() for _ in range(-(-tokens // 128) - shared // 128)]
@@ -145,7 +146,7 @@ class Layer:
         """Keys and values of a request's first tokens as pages have them, (tokens, KV heads, d)."""
         pages = self.pages[request.blocks[: -(-tokens // 128)]].cpu()
         sigma = self.attention.sigma
-        basis = Basis(HEAD_DIM, self.recipe.rotate, None if sigma is None else sigma.cpu())
+        basis = Basis(self.head_dim, self.recipe.rotate, None if sigma is None else sigma.cpu())
         keys, values = unpack_by_torch(pages, self.format, basis, torch.float32)
         return tuple(x.transpose(1, 2).flatten(0, 1)[:tokens] for x in (keys, values))
 

@@ -55,6 +55,20 @@ def test_any_schedule(policy: str, place: dict) -> None:
             assert errors.max() < {4: 0.2, 3: 0.4, 2: 0.75}[layer.format.bits.values + 0]
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+def test_heads_of_256_channels(tokens: int, place: dict) -> None:
+    """Of Qwen3.5; several new tokens a request are drafts."""
+    layer = Layer(**place, head_dim=256, query_tokens=tokens, pages=16)
+    first, second = layer.request(400), layer.request(300)
+    plan = [[(first, 137)], [(first, tokens), (second, 260)], [(second, 3), (first, 129)]]
+    plan += [[(second, tokens), (first, tokens)]] * 4
+    for scheduled in plan:
+        before = [request.read for request, _ in scheduled]
+        layer.step(scheduled, decodes=sum(n == tokens for _, n in scheduled))
+        for (request, n), start in zip(scheduled, before, strict=True):
+            check(layer, request, start, start + n)
+
+
 @pytest.mark.daily("cpu-0-1", "cpu-2-5")
 @pytest.mark.parametrize(("further", "tokens"), [(0, 1), (1, 1), (2, 1), (2, 5)])
 def test_the_last_layer_stores_for_all(further: int, tokens: int, place: dict) -> None:

@@ -66,6 +66,10 @@ class GpuLike(Platform):
         pass
 
     @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
         return cls.capability
 
