@@ -173,13 +173,13 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         self._longest = config.max_model_len
         pages = -(-self._longest // PAGE_TOKENS) + 1
         rows = max(scheduler.max_num_seqs, *sizes)
-        drafts = all(impl.is_draft for impl in self._impls)
-        layers = 0 if drafts or _takes_layer_by_layer(vllm_config) else len(layer_names)
+        layers = 0 if _takes_layer_by_layer(vllm_config) else len(layer_names)
         rings = self._impls[0].rings(vllm_config, device)
         self._tables = StepTables(
             *(rows, max(scheduler.max_num_batched_tokens, *sizes)),
             *(pages, kv_cache_spec.num_kv_heads, self._impls[0].attention.group, pages, device),
             *(rings, layers),
+            stages=not all(impl.is_draft for impl in self._impls),
         )
         for impl in self._impls:
             impl.make_rings(device, config.dtype)
@@ -324,8 +324,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     def rings(self, config: VllmConfig, device: torch.device) -> Rings:
         """Return the requests' rings, which all metadata builders of the layer share.
 
-        A draft model's own steps use no rings: they run ahead of the model's steps, in whose tables
-        its layers also take part.
+        A draft model's own steps neither read nor write rings: they run ahead of the model's steps,
+        in which its layers may take part too, with the model's rings.
         """
         layer = self._owners[0]()
         spec = config.cache_config if layer is None else _spec_of(layer, config)

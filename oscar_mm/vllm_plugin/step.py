@@ -183,6 +183,8 @@ class StepTables:
             from the rings for all layers at once, in a fraction of the time. This begins only after
             a forward pass has reached all layers, because a draft model's pass reaches only its own
             layers. If 0, each layer stores its own tokens.
+        stages: whether layers store the tokens of such steps from the rings; if False, from keys
+            and values, and they leave the rings as they are unless they read them.
 
     Raises:
         ValueError: if there are more requests than the tables allow.
@@ -199,13 +201,15 @@ class StepTables:
         device: torch.device,
         rings: Rings,
         layers: int = 0,
+        *,
+        stages: bool = True,
     ) -> None:
         if rows > MAX_ROWS:
             raise ValueError(f"max_num_seqs={rows}: must be at most {MAX_ROWS}")
         self._kv_heads, self._group, self._max_unpacked = kv_heads, group, max_unpacked
         self._device, self._rings, self._layers = device, rings, layers
         self._passed = ForwardPass[Any](layers)
-        self._goes_through_all: bool | None = None
+        self._goes_through_all: bool | None = None if stages else False
         shapes = (
             *((rows, pages, 2), (rows, 2), (multiprocessors(device), FIELDS)),
             (job_count(rows, tokens, 0), HEAD + TILE),

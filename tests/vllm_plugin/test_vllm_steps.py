@@ -15,7 +15,14 @@ from vllm.v1.worker.ubatch_utils import (  # noqa: E402
 
 from oscar_mm.errors import InputError  # noqa: E402
 from oscar_mm.vllm_plugin import backend as plugin  # noqa: E402
-from tests.vllm_plugin.vllm_engine import LONGEST, Configure, Engine  # noqa: E402
+from tests.vllm_plugin.requests import causal  # noqa: E402
+from tests.vllm_plugin.vllm_engine import (  # noqa: E402
+    LONGEST,
+    Configure,
+    Engine,
+    Parent,
+    views_of,
+)
 
 
 def test_steps(engine: Engine) -> None:
@@ -98,6 +105,74 @@ def test_speculation(speculating: Engine) -> None:
     assert (step.decodes, step.query_tokens) == (2, 2)
 
 
+@pytest.mark.parametrize("own_steps", [True, False])
+def test_the_layers_of_drafts_run_ahead(own_steps: bool, configure: Configure) -> None:
+    """Their first pass has steps of its own (vLLM's first model runner) or the model's (its
+    second). In both the model's layers read recent tokens as they came, as the definition of
+    attention that ``run`` compares with says."""
+    config = configure(drafts=3)
+    engine = Engine(config)
+    draft = Parent(config, number=7)
+    draft.load()
+    assert draft.attn.impl.is_draft and not engine.impl.is_draft
+    layer = draft.attn.impl
+    views = views_of(config, [engine.layer, draft.attn], 2**21)
+    pages = plugin.pages_of(views[draft.attn.layer_name]).fill_(255)
+    names = [draft.attn.layer_name]
+    builder = plugin.OscarMetadataBuilder(engine.spec, names, config, torch.device("cpu"))
+
+    def run_draft(scheduled: list, step: plugin.OscarMetadata) -> None:
+        """One pass of the draft model, whose keys are other ones at the same places."""
+        states = [
+            torch.cat([r.states[side][r.read : r.read + n] for r, n in scheduled]) for side in (0, 1, 2)
+        ]
+        output = torch.full_like(states[0], torch.nan)
+        layer.forward(draft.attn, states[0], -states[1], states[2], pages, step, output)
+        at = 0
+        for request, n in scheduled:
+            queries, keys, values = (x[: request.read + n].double() for x in request.states)
+            expected = causal(queries[-n:], -keys, values)
+            error = (output[at : at + n] - expected).norm() / expected.norm()
+            assert error < 0.55  # of 3 and 2 bits; 1.7 with tokens of other places
+            at += n
+
+    requests = [engine.request(500), engine.request(400)]
+    scheduled = [(requests[0], 126), (requests[1], 60)]
+    for turn in range(12):
+        before = [request.read for request in requests]
+        step = engine.run(scheduled)
+        if turn:
+            assert step.tables.counts[:, 0].tolist() == [36, 36]
+        for request, read in zip(requests, before, strict=True):
+            request.read = read
+        own = builder.build_for_drafting(engine.common(scheduled), 0) if own_steps else step
+        run_draft(scheduled, own)
+        accepted = [n if turn == 0 else 1 + turn % n for _, n in scheduled]
+        for ahead in range(2):
+            for request, read, n in zip(requests, before, accepted, strict=True):
+                request.read = read + n + ahead
+            one = [(request, 1) for request in requests]
+            run_draft(one, builder.build_for_drafting(engine.common(one), 1 + ahead))
+        for request, read, n in zip(requests, before, accepted, strict=True):
+            request.read = read + n
+        scheduled = [(request, 4) for request in requests]
+
+
+@pytest.mark.parametrize("block_size", [256, 384])
+def test_blocks_of_several_pages(block_size: int, configure: Configure) -> None:
+    """As hybrid models have them."""
+    config = configure()
+    config.cache_config.block_size = block_size
+    engine = Engine(config, head_dim=256)
+    assert engine.spec.block_size == block_size
+    first, second = engine.request(500), engine.request(400)
+    engine.run([(first, 300), (second, 20)])
+    for _ in range(3):
+        step = engine.run([(second, 1), (first, 1)], padding=1)
+    assert step.tables.counts[:2, 0].tolist() == [22, 36]
+    engine.run([(second, 140), (first, 30)])
+
+
 @pytest.mark.parametrize("rejected", [0, 3, 130])
 def test_uneven_speculation(rejected: int, speculating: Engine) -> None:
     """Requests with other numbers of drafts are read as prompts; how long they are, only the device
@@ -163,7 +238,7 @@ def test_a_run_that_measures_memory(engine: Engine) -> None:
 
 def test_more_than_tables_have_places_for(engine: Engine) -> None:
     requests = [engine.request(1) for _ in range(9)]
-    with pytest.raises(ValueError, match="9 requests of 9 tokens"):
+    with pytest.raises(ValueError, match="9 requests with 9 new tokens"):
         engine.builder.build(0, engine.common([(request, 1) for request in requests]))
 
 

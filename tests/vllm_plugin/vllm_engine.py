@@ -221,7 +221,7 @@ class Engine(Layer):
 
     def __init__(self, config: VllmConfig, norms: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        parent = Parent(config, norms=norms)
+        parent = Parent(config, norms=norms, heads=(HEADS, KV_HEADS, self.head_dim))
         if norms:
             with torch.no_grad():
                 parent.k_norm.weight.uniform_(0.5, 2)
@@ -230,7 +230,7 @@ class Engine(Layer):
         self.attention = self.impl.attention
         self.kv_cache = views_of(config, [parent.attn], 2**21)[parent.attn.layer_name]
         self.pages = plugin.pages_of(self.kv_cache)
-        config.cache_config.num_gpu_blocks = len(self.pages)
+        config.cache_config.num_gpu_blocks = len(self.pages) * 128 // config.cache_config.block_size
         self.policy = plugin.OscarBackend.settings.policy
         self.pages.fill_(255)
         spec = spec_of(parent.attn, config)
