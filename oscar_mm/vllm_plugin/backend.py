@@ -6,8 +6,8 @@ so this does not depend on vLLM's model runners, which number requests in differ
 rows.
 
 Supports vLLM 0.25 to 0.33. Versions differ in how they get the block size: newer ones ask the
-backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``) and,
-for hybrid models, the platform (``oscar_mm.vllm_plugin.hybrid``).
+backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``)
+and, for hybrid models, the platform (``oscar_mm.vllm_plugin.hybrid``).
 """
 
 # pyright: reportMissingImports=false
@@ -52,6 +52,8 @@ from oscar_mm.vllm_plugin.attention import PagedAttention
 from oscar_mm.vllm_plugin.step import Reading, Rings, Step, StepTables
 
 _MIN_CAPABILITY = (8, 0)
+_ASKS_BACKEND = hasattr(AttentionBackend, "customize_spec")
+"""Whether vLLM asks the backend for the size of pages."""
 _BALANCING = "oscar_mm_balancing"
 """Name of a layer's buffer for its balancing."""
 
@@ -126,15 +128,16 @@ class OscarBackend(AttentionBackend):
     def customize_spec(cls, spec: Any) -> Any:
         """Return a layer's spec with the size of our pages (newer vLLM).
 
-        If layers with sliding windows have larger blocks, ours get more tokens: vLLM pads the
-        smaller blocks, and ours must be contiguous.
+        If layers of other backends have larger blocks, ours get more tokens: vLLM pads the smaller
+        blocks, and ours must be contiguous.
         """
         size = cls.settings.token_bytes(spec.num_kv_heads, spec.head_size)
         spec = replace(spec, dtype=torch.uint8, state_content_bytes=size)
         if cls.config is None or spec.block_size % PAGE_TOKENS:  # vLLM asks for a single token.
             return spec
-        blocks = -(-_window_block_bytes(cls.config) // spec.page_size_bytes)
-        return replace(spec, block_size=spec.block_size * max(blocks, 1))
+        page_bytes = spec.page_size_bytes * PAGE_TOKENS // spec.block_size
+        tokens = PAGE_TOKENS * -(-_other_block_bytes(cls.config) // page_bytes)
+        return replace(spec, block_size=max(spec.block_size, tokens))
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
@@ -312,7 +315,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self.make_rings(device, act_dtype)
         # A sleeping vLLM keeps only the buffers of layers.
         layer.register_buffer(_BALANCING, self.attention.sigma, persistent=False)
-        if not hasattr(AttentionBackend, "customize_spec"):
+        if not _ASKS_BACKEND:
             layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportArgumentType]
             hybrid.align_for(OscarBackend)
 
@@ -387,16 +390,20 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
 
 def _spec_of(layer: Any, config: VllmConfig) -> Any:
     """Return the spec of a layer as vLLM's workers collect it."""
-    spec, backend = layer.get_kv_cache_spec(config), layer.get_attn_backend()
-    return backend.customize_spec(spec) if hasattr(backend, "customize_spec") else spec
+    spec = layer.get_kv_cache_spec(config)
+    return layer.get_attn_backend().customize_spec(spec) if spec and _ASKS_BACKEND else spec
 
 
-def _window_block_bytes(config: VllmConfig) -> int:
-    """Return the size of the largest block of layers with sliding windows, which have a backend of
-    vLLM's own; 0 if there are none."""
+def _other_block_bytes(config: VllmConfig) -> int:
+    """Return the size of the largest attention block of layers that have another backend, such as
+    those with sliding windows; 0 if there are none."""
     layers = config.compilation_config.static_forward_context.values()
-    windows = (x for x in layers if isinstance(x, Attention) and x.sliding_window is not None)
-    return max((_spec_of(x, config).page_size_bytes for x in windows), default=0)
+    others = (
+        _spec_of(layer, config)
+        for layer in layers
+        if isinstance(layer, Attention) and not isinstance(layer.impl, OscarImpl)
+    )
+    return max((spec.page_size_bytes for spec in others if spec), default=0)
 
 
 def _takes_layer_by_layer(config: VllmConfig) -> bool:

@@ -18,6 +18,8 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms.interface import Platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from oscar_mm.errors import InputError
+
 
 def align_blocks(config: VllmConfig) -> None:
     """Set the smallest block size whose pages are large enough for a layer's states.
@@ -25,14 +27,20 @@ def align_blocks(config: VllmConfig) -> None:
     Args:
         config: vLLM's configuration, with the layers of the loaded model; its cache configuration
             is changed.
+
+    Raises:
+        InputError: if attention layers need different numbers of bytes per token.
     """
     cache = config.cache_config
     layers = config.compilation_config.static_forward_context.values()
-    token_bytes = max(
-        spec.page_size_bytes // spec.block_size
-        for spec in (x.get_kv_cache_spec(config) for x in layers if isinstance(x, Attention))
-        if spec is not None
-    )
+    specs = [x.get_kv_cache_spec(config) for x in layers if isinstance(x, Attention)]
+    token_bytes, *others = {x.page_size_bytes // x.block_size for x in specs if x is not None}
+    if others:
+        raise InputError(
+            "--attention-backend CUSTOM (oscar_mm): attention layers of a hybrid model and of its "
+            'drafts must have pages of one size; add "attention_backend": "CUSTOM" to '
+            "--speculative-config"
+        )
     state_bytes = max(_state_bytes(x) for x in layers if isinstance(x, MambaBase))
     step = cache.block_size
     if cache.mamba_cache_mode == "all":  # States are cached at ends of their kernels' chunks.
@@ -49,7 +57,7 @@ def _state_bytes(layer: Any) -> int:
 
 
 def align_for(backend: type) -> None:
-    """Make vLLM call ``align_blocks`` for hybrid models with a backend; can be called repeatedly."""
+    """Make vLLM call ``align_blocks`` for hybrid models with a backend, once or again."""
     before = Platform._align_hybrid_block_size.__func__
     if getattr(before, "backend", None) is backend:
         return

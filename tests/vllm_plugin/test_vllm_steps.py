@@ -124,7 +124,8 @@ def test_the_layers_of_drafts_run_ahead(own_steps: bool, configure: Configure) -
     def run_draft(scheduled: list, step: plugin.OscarMetadata) -> None:
         """One pass of the draft model, whose keys are other ones at the same places."""
         states = [
-            torch.cat([r.states[side][r.read : r.read + n] for r, n in scheduled]) for side in (0, 1, 2)
+            torch.cat([r.states[side][r.read : r.read + n] for r, n in scheduled])
+            for side in (0, 1, 2)
         ]
         output = torch.full_like(states[0], torch.nan)
         layer.forward(draft.attn, states[0], -states[1], states[2], pages, step, output)

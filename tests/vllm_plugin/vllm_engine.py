@@ -89,22 +89,32 @@ class GpuLike(Platform):
         return selected_backend.get_path()
 
 
-def configuration(folder: Path, policy: str = "standard", drafts: int = 0) -> VllmConfig:
+def configuration(
+    folder: Path,
+    policy: str = "standard",
+    drafts: int = 0,
+    checkpoint: Path | None = None,
+    prefixes: bool = True,
+) -> VllmConfig:
     """Return the configuration of a small model, for requests of up to ``LONGEST`` tokens.
 
     Args:
         folder: for the files of the model.
         policy: as in `--additional-config`.
-        drafts: tokens of speculative decoding.
+        drafts: tokens of speculative decoding, by n-grams or by the checkpoint's own module.
+        checkpoint: folder of another model.
+        prefixes: whether vLLM caches prefixes.
     """
-    (folder / "config.json").write_text(json.dumps(ARCHITECTURE))
-    path = str(folder)
+    if checkpoint is None:
+        (folder / "config.json").write_text(json.dumps(ARCHITECTURE))
+    path = str(checkpoint or folder)
     model = ModelConfig(
         model=path,
         tokenizer=path,
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=LONGEST,
+        limit_mm_per_prompt={"image": 0, "video": 0},
     )
     scheduler = SchedulerConfig(
         max_model_len=LONGEST,
@@ -112,9 +122,9 @@ def configuration(folder: Path, policy: str = "standard", drafts: int = 0) -> Vl
         max_num_seqs=8,
         max_num_batched_tokens=2048,
     )
-    speculation = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=max(drafts, 1),
+    speculation = drafts and SpeculativeConfig(
+        method="ngram" if checkpoint is None else "mtp",
+        num_speculative_tokens=drafts,
         prompt_lookup_max=4,
         target_model_config=model,
         target_parallel_config=ParallelConfig(),
@@ -122,9 +132,9 @@ def configuration(folder: Path, policy: str = "standard", drafts: int = 0) -> Vl
     return VllmConfig(
         model_config=model,
         scheduler_config=scheduler,
-        cache_config=CacheConfig(block_size=128),
+        cache_config=CacheConfig(block_size=128, enable_prefix_caching=prefixes),
         attention_config=AttentionConfig(backend=AttentionBackendEnum.CUSTOM),
-        speculative_config=speculation if drafts else None,
+        speculative_config=speculation or None,
         additional_config=additional_config(policy),
     )
 
