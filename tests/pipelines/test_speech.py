@@ -251,7 +251,8 @@ def test_codes_on_a_gpu_are_those_of_transformers(
         expected = speaker.say(inputs, seed, talker_max_new_tokens=101)
         answer = pipe(**ASKED, audio=tone(1), seed=seed)
         assert torch.equal(torch.stack(codes, 1), speaker.codes[0].cpu())
-        np.testing.assert_allclose(answer.speech, expected, atol=1e-2)
+        # Samples are between -1 and 1; convolutions on a GPU choose their algorithm by the shape.
+        np.testing.assert_allclose(answer.speech, expected, atol=2e-2)
 
 
 @pytest.mark.gpu
