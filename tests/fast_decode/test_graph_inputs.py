@@ -242,7 +242,7 @@ ANSWERS = {
 def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
     """Pages begin in some of them, of one row or of several. The cache holds, bit for bit, what one
     does whose steps are eager; nothing is read from slots that nobody has."""
-    steps, rows = 150, 3
+    steps, rows = 170, 3
     ids = left_padded(random_ids(0, 60, 90, 40, 60), 250, 131, 7)
     expected, cache = (OscarCache(ANSWERS[name]) for _ in range(2))
     for one in (expected, cache):

@@ -245,7 +245,7 @@ def test_an_answer_that_is_left_changes_no_other(stepping, plain) -> None:
 def test_nan_of_a_row_is_that_rows(stepping, plain) -> None:
     [expected] = plain.generate(plain.inputs([SIGN]), max_new_tokens=24)
     chat, stream = stepping.chat(), stepping.stream(**asked(SIGN, 24))
-    broken = chat.stream(**asked(REQUESTS["video"], 24))
+    broken = chat.stream(**asked(REQUESTS["image and video"], 24))
     next(stream)
     next(broken)
     request = chat.answering

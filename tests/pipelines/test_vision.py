@@ -32,7 +32,7 @@ def check_same_tokens(pipe: OscarVLPipeline, reference: Reference, name: str) ->
     [expected] = reference.generate(reference.inputs([REQUESTS[name]]))
     answer = REQUESTS[name].ask(pipe, max_new_tokens=64)
     assert answer.token_ids == expected
-    assert len(expected) == 64 and len(set(expected)) > 15
+    assert len(expected) == 64 and len(set(expected)) > 12
     assert answer.text == reference.processor.decode(expected, skip_special_tokens=True)
 
 
