@@ -279,9 +279,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self._ring_count = config.scheduler_config.max_num_seqs
         self._rings: Rings | None = None
         self.is_loaded = False
-        layers = config.compilation_config.static_forward_context.values()
-        others = (getattr(layer, "impl", None) for layer in layers)
-        self.is_draft = any(isinstance(x, OscarImpl) and x.is_loaded for x in others)
+        created = config.compilation_config.static_forward_context.values()
+        impls = (getattr(layer, "impl", None) for layer in created)
+        self.is_draft = any(isinstance(x, OscarImpl) and x.is_loaded for x in impls)
         # vLLM's layer of this backend, the attention module that contains it, and the decoder
         # layer.
         self._owners: list[weakref.ref[nn.Module]] = []
