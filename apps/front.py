@@ -42,11 +42,18 @@ class Front:
     def __init__(self) -> None:
         self.channel: Channel
         self._numbers = count(1)
-        self._requests: dict[int, asyncio.Queue[tuple[str, Any]]] = {}
+        self._requests: dict[int, tuple[asyncio.Queue[tuple[str, Any]], Callable[[], None]]] = {}
+        """Messages about each request, and a function that asks its client for the next event."""
 
     def received(self, request: int, kind: str, value: Any) -> None:
         """Take a message about a request."""
-        if (messages := self._requests.get(request)) is not None:
+        if (found := self._requests.get(request)) is None:
+            return
+        messages, ask = found
+        if kind == "receive":
+            # At once: a client may speak while it reads nothing of the answer.
+            ask()
+        else:
             messages.put_nowait((kind, value))
 
     async def __call__(
@@ -61,20 +68,23 @@ class Front:
             ApplicationError: if the application failed.
         """
         number, taken, lost = next(self._numbers), 0, False
-        messages = self._requests[number] = asyncio.Queue()
-        asked: asyncio.Task[None] | None = None
+        messages = asyncio.Queue[tuple[str, Any]]()
+        asked = set[asyncio.Task[None]]()
 
-        async def ask() -> None:
+        async def pass_on() -> None:
             self.channel.put(number, "event", await receive())
 
+        def ask() -> None:
+            asked.add(task := asyncio.ensure_future(pass_on()))
+            task.add_done_callback(asked.discard)
+
+        self._requests[number] = messages, ask
         # The state belongs to this process's own lifespan.
         self.channel.put(number, "open", {k: v for k, v in scope.items() if k != "state"})
         try:
             while True:
                 kind, value = await messages.get()
-                if kind == "receive":
-                    asked = asyncio.ensure_future(ask())
-                elif kind == "end":
+                if kind == "end":
                     if value is not None:
                         raise ApplicationError(value)
                     return
@@ -83,7 +93,7 @@ class Front:
                         await send(value)
                     except Exception as error:  # Such as uvicorn's for a closed WebSocket.
                         lost = True
-                        self.channel.put(number, "lost", str(error))
+                        self.channel.put(number, "lost", repr(error))
                     taken += len(value.get("body") or value.get("bytes") or value.get("text") or "")
                     if taken >= _REPORTED_BYTES:
                         self.channel.put(number, "taken", taken)
@@ -93,8 +103,8 @@ class Front:
             raise
         finally:
             del self._requests[number]
-            if asked is not None:
-                asked.cancel()
+            for task in asked:
+                task.cancel()
 
 
 class _Server(uvicorn.Server):

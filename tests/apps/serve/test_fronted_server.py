@@ -16,6 +16,8 @@ import httpx
 import openai
 import psutil
 import pytest
+import websockets
+from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import StreamingResponse
 
 from oscar_mm.apps.channel import Channel
@@ -225,3 +227,60 @@ def front(server: int | None) -> psutil.Process:
     found = [x for x in psutil.Process(server).children() if "oscar_mm.apps.front" in x.cmdline()]
     assert len(found) == 1
     return found[0]
+
+
+def test_a_client_that_reads_nothing_is_still_heard(app, fronted) -> None:
+    """Its messages arrive while those to it wait."""
+    heard = list[str]()
+
+    async def flood(web: WebSocket) -> None:
+        await web.accept()
+        flooding = asyncio.ensure_future(_flood(web))
+        while len(heard) < 3:
+            heard.append(await web.receive_text())
+        flooding.cancel()
+
+    async def _flood(web: WebSocket) -> None:
+        while True:
+            await web.send_text("x" * 100_000)
+
+    app.add_api_websocket_route("/talk", flood)
+
+    async def talk() -> None:
+        url = fronted[1].replace("http", "ws") + "/talk"
+        async with websockets.connect(url, max_queue=1) as client:
+            await asyncio.sleep(1)
+            for _ in range(3):
+                await client.send("stop")
+                await asyncio.sleep(0.2)
+            async with asyncio.timeout(10):
+                while len(heard) < 3:
+                    await asyncio.sleep(0.1)
+
+    asyncio.run(talk())
+    assert heard == ["stop"] * 3
+
+
+def test_an_answer_to_a_websocket_that_is_gone_ends(app, fronted) -> None:
+    """Also if the application does not read what the client says."""
+    ended = list[bool]()
+
+    async def flood(web: WebSocket) -> None:
+        await web.accept()
+        try:
+            while True:
+                await web.send_text("x" * 10_000)
+        except WebSocketDisconnect:
+            ended.append(True)
+
+    app.add_api_websocket_route("/speech", flood)
+
+    async def leave() -> None:
+        url = fronted[1].replace("http", "ws") + "/speech"
+        async with websockets.connect(url) as client:
+            await client.recv()
+            client.transport.abort()
+
+    asyncio.run(leave())
+    until(lambda: ended)
+    until(lambda: not fronted[0]._exchanges)
