@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -208,6 +209,21 @@ def test_without_the_process_of_connections_the_server_ends(qwen3_omni_folder, t
         code, _, errors = server.end()
     assert code == 1
     assert "the process that held the connections ended" in errors.decode()
+
+
+def command_in_temporary_folder(*arguments: str) -> None:
+    os.chdir(tempfile.gettempdir())
+    command(*arguments)
+
+
+def test_modules_of_the_current_folder_are_not_imported(qwen3_omni_folder, tmp_path) -> None:
+    """As in any program that is not begun with Python's ``-m``."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('not this one')")
+    with running(command_in_temporary_folder, qwen3_omni_folder, tmp_path) as (server, client):
+        assert client.models.list().data
+        os.kill(server.pid, signal.SIGTERM)
+        code, _, errors = server.end()
+    assert code == 0 and "not this one" not in errors.decode()
 
 
 def test_connections_end_with_the_server(qwen3_omni_folder, tmp_path) -> None:
