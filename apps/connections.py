@@ -209,8 +209,10 @@ class Socket(WSProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop messages that were received but not taken, since nobody waits for answers."""
-        while not self.queue.empty():
-            self.queue.get_nowait()
+        events = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
+        for event in events:
+            if event["type"] == "websocket.connect":  # The application takes it first in any case.
+                self.queue.put_nowait(event)
         super().connection_lost(exc)
 
     async def run_asgi(self) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import tempfile
 import time
 import urllib.error
@@ -155,6 +156,21 @@ def test_an_error_of_the_application(omni, monkeypatch, capfd) -> None:
         until(lambda: not server._exchanges)
     errors = capfd.readouterr().err
     assert errors.count("KeyError: 'nowhere'") == 1 and "in fail" in errors
+
+
+def test_websockets_that_leave_at_once(omni, capfd) -> None:
+    """They are no errors of the server."""
+    with started(create_app(omni, "tiny", ServerLimits()), FrontedServer) as (_, address):
+        for _ in range(50):
+            with connected(address) as connection:
+                reset = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                head = "GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
+                head += "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+                head += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+                connection.sendall(head.encode())
+        time.sleep(1)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_bytes_that_are_no_request(fronted) -> None:
