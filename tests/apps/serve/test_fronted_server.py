@@ -237,7 +237,7 @@ def test_modules_of_the_current_folder_are_not_imported(qwen3_omni_folder, tmp_p
     (tmp_path / "queue.py").write_text("raise SystemExit('not this one')")
     with running(command_in_temporary_folder, qwen3_omni_folder, tmp_path) as (server, client):
         assert client.models.list().data
-        os.kill(server.pid, signal.SIGTERM)
+        psutil.Process(server.pid).terminate()
         code, _, errors = server.end()
     assert code == 0 and "not this one" not in errors.decode()
 
