@@ -1,18 +1,20 @@
-"""Channel: messages between the process that holds a server's connections and the one that answers.
+"""Channel: messages between the two processes of a server.
 
-A message is a request's number, its kind and a value. The first five kinds are sent by the process
-that holds the connections, the last three by the one that answers:
+The connection process (``oscar_mm.apps.front``) parses requests and writes answers; the application
+process (``FrontedServer``) runs the application. A message consists of a request's number, a kind
+and a value. The connection process sends the first five kinds, the application process the others:
 
-- ``open``: a request has come; the value is its ASGI scope.
+- ``open``: a request has arrived; the value is its ASGI scope.
 - ``event``: the next ASGI event of a request, which ``receive`` asked for.
-- ``taken``: the client has been sent so many bytes of an answer.
-- ``lost``: events of an answer cannot be sent any more; the value says why.
+- ``taken``: number of bytes of an answer (for WebSocket text: characters) that were sent to the
+  client since the previous such message.
+- ``lost``: no more events of an answer can be sent; the value says why.
 - ``cancel``: the answer has taken too long to end while the server stops.
 - ``receive``: the application waits for the next event of a request.
-- ``send``: ASGI event of an answer.
+- ``send``: the value is an ASGI event of the answer.
 - ``end``: the application has ended; the value is the traceback of its error, or None.
 
-``READY``, ``STOP`` and ``ABORT`` concern no request.
+``READY``, ``STOP`` and ``ABORT`` concern no request; their number is 0.
 """
 
 from __future__ import annotations
@@ -23,20 +25,23 @@ from collections.abc import Callable
 from typing import Any, cast
 
 READY, STOP, ABORT = "ready", "stop", "abort"
-"""Connections are accepted; stop gracefully; and end the connections that are left."""
+"""The connection process accepts connections; it must stop gracefully; it must abort those
+connections that are left."""
 _LENGTH_BYTES = 4
 
 
 class Channel(asyncio.Protocol):
-    """End of a channel in this process. Both processes run the same code of the same user.
+    """End of the channel in this process.
+
+    Messages are pickled, since both processes run the same code as the same user.
 
     Messages of one turn of the event loop are sent together: after a decode step of many requests,
-    one system call sends all their pieces. Each call would release the interpreter, and wait for
-    the engine's thread to release it again.
+    one system call sends all their pieces. A call for each piece would release the interpreter
+    lock, and then wait until the engine's thread releases it.
 
     Args:
         received: function that takes the number, kind and value of each message that arrives.
-        ended: function that is called when the other process is gone.
+        ended: function that is called when the other process has ended.
     """
 
     def __init__(
@@ -49,11 +54,11 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the transport."""
-        # uvloop's is no instance of this class.
+        # uvloop's transports are not instances of asyncio.WriteTransport.
         self._transport = cast("asyncio.WriteTransport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Pass on the messages that have arrived completely."""
+        """Pass on each message that has arrived completely."""
         self._buffer += data
         start = 0
         while len(self._buffer) >= start + _LENGTH_BYTES:
@@ -67,13 +72,20 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell that the other process is gone."""
+        """Report that the other process has ended."""
         self._transport = None
         self._ended()
 
     def put(self, request: int, kind: str, value: Any = None) -> None:
-        """Send a message with the others of this turn of the event loop; it is lost if the other
-        process is gone."""
+        """Send a message, together with the others of this turn of the event loop.
+
+        The message is dropped if the other process has ended.
+
+        Args:
+            request: number of the request; 0 if the message concerns none.
+            kind: kind of the message.
+            value: any value that pickle supports.
+        """
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)
         self._messages.append((request, kind, value))

@@ -36,8 +36,8 @@ class ConnectionLimits:
         head_s: maximum seconds to receive the head of a request.
         message_bytes: maximum size of a WebSocket message.
         shutdown_s: maximum seconds to let answers finish when the server stops.
-        trusted_proxies: addresses and networks of proxies whose X-Forwarded-For header says who the
-            client is.
+        trusted_proxies: addresses and networks of proxies whose X-Forwarded-For header names the
+            client.
     """
 
     connections: int
@@ -53,7 +53,7 @@ def server_config(app: Any, limits: ConnectionLimits, **more: Any) -> uvicorn.Co
     Args:
         app: ASGI application.
         limits: limits on its clients.
-        more: further settings of uvicorn.
+        more: further arguments of ``uvicorn.Config``.
     """
     return uvicorn.Config(
         app,

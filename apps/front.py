@@ -1,6 +1,6 @@
-"""Front: process that holds a server's connections, while another process answers the requests.
+"""Connection process of a server: parses requests and writes answers for the application process.
 
-Run by ``FrontedServer``, with its options as JSON::
+``FrontedServer`` starts it, with its options as JSON::
 
     python -m oscar_mm.apps.front '{"channel": 5, "sockets": [3], ...}'
 """
@@ -24,19 +24,19 @@ from oscar_mm.apps.channel import ABORT, READY, STOP, Channel
 from oscar_mm.apps.connections import ConnectionLimits, server_config
 
 _REPORTED_BYTES = 1 << 14
-"""Bytes of an answer after whose sending the other process is told."""
+"""Bytes of an answer that are sent to its client between two ``taken`` messages."""
 _Event = MutableMapping[str, Any]
 
 
 class ApplicationError(Exception):
-    """Error of the application in the other process; the message is its traceback."""
+    """Error of the application in the application process; the message is its traceback."""
 
 
 class Front:
-    """ASGI application whose requests are answered in another process.
+    """ASGI application that passes each request on to the application process.
 
     Attributes:
-        channel: channel to the other process; set it before the first request.
+        channel: channel to the application process; set it before the first request.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Front:
         receive: Callable[[], Awaitable[_Event]],
         send: Callable[[_Event], Awaitable[None]],
     ) -> None:
-        """Pass a request to the other process, and its answer to the client.
+        """Pass a request to the application process, and its answer to the client.
 
         Raises:
             ApplicationError: if the application failed.
@@ -108,17 +108,17 @@ class Front:
 
 
 class _Server(uvicorn.Server):
-    """Server that stops when the other process says so."""
+    """Server that stops when the application process says so."""
 
     def __init__(self, front: Front, limits: ConnectionLimits) -> None:
         super().__init__(server_config(front, limits, lifespan="off"))
         self._front = front
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ignore signals: the other process gets them too."""
+        """Ignore signals: the application process gets them, and then sends ``STOP``."""
 
     async def main_loop(self) -> None:
-        """Tell the other process that connections are accepted, and run until it says stop."""
+        """Report that connections are accepted, and run until the application process says stop."""
         self._front.channel.put(0, READY)
         await super().main_loop()
 
@@ -136,7 +136,7 @@ async def _run(channel: int, sockets: list[int], limits: ConnectionLimits) -> No
         else:
             front.received(request, kind, value)
 
-    # Nobody can answer once the other process is gone.
+    # Nobody can answer once the application process has ended.
     _, front.channel = await asyncio.get_running_loop().create_unix_connection(
         lambda: Channel(received, lambda: os._exit(1)), sock=socket.socket(fileno=channel)
     )
@@ -144,7 +144,7 @@ async def _run(channel: int, sockets: list[int], limits: ConnectionLimits) -> No
 
 
 def main() -> None:
-    """Serve until the other process says stop or is gone."""
+    """Serve until the application process says stop or ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     options = json.loads(sys.argv[1])

@@ -252,7 +252,7 @@ def serve(
         ignore_tools=ignore_tools,
     )
     app = create_app(pipe, name, limits, host, other_names=others, origins=origins)
-    # Windows cannot pass sockets to another process in the same way.
+    # On Windows, a process cannot inherit sockets by their file descriptors.
     server = FrontedServer(app) if os.name == "posix" else Server(app)
     _log_requests(log_level)
     try:
@@ -275,7 +275,11 @@ def serve(
         sys.stderr.flush()
         os._exit(server.has_failed)
     if server.has_failed:
-        print("oscar-mm: error: the process that held the connections ended", file=sys.stderr)
+        print(
+            "oscar-mm: error: the process that held the connections ended or did not start; start "
+            "the server again",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""FrontedServer: server of the application whose connections are in a process of their own."""
+"""FrontedServer: server that runs the application and leaves connections to a second process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from oscar_mm.apps.serve.server import Server
 
 _FRONT = "oscar_mm.apps.front"
 _START_S = 60.0
-"""Maximum seconds until the other process accepts connections."""
+"""Maximum seconds until the connection process accepts connections."""
 _AHEAD_BYTES = 1 << 16
-"""Bytes of an answer that may be on their way to the client."""
+"""Bytes of an answer that may be on their way to the client when one more event is sent."""
 
 
 class FrontedServer(Server):
-    """Server whose connections are in a process of their own (``oscar_mm.apps.front``).
+    """Server whose connections are in another process, the connection process (``apps/front.py``).
 
-    Parsing requests and sending thousands of pieces a second takes interpreter time, for which the
-    engine's thread would wait. The application runs in this process, which has the chats.
+    While one process parses requests and sends thousands of pieces a second, its engine thread
+    waits for the interpreter lock. The application runs in this process, which has the chats.
+
+    Args:
+        app: application to serve; ``run`` takes the sockets to listen on.
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -42,7 +45,7 @@ class FrontedServer(Server):
         self._stops = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, and then the other process, which takes the sockets."""
+        """Start the application, and then the connection process, which gets the sockets."""
         await super().startup([])
         self.started = False  # Until connections are accepted.
         loop = asyncio.get_running_loop()
@@ -53,7 +56,7 @@ class FrontedServer(Server):
             given = {"channel": theirs.fileno(), "sockets": numbers, "limits": asdict(self.limits)}
             self._front = subprocess.Popen(
                 [sys.executable, "-P", "-m", _FRONT, json.dumps(given)],
-                # It imports from where this process does, and not from the current folder.
+                # Modules come from the search path of this process, not from the current folder.
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(x or os.curdir for x in sys.path)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), *numbers],
@@ -70,19 +73,19 @@ class FrontedServer(Server):
         self.started = True
 
     def _received(self, request: int, kind: str, value: Any) -> None:
-        """Take a message of the other process."""
+        """Handle a message of the connection process."""
         if kind == READY:
             self._ready.set_result(None)
         elif kind == "open":
             exchange = self._exchanges[request] = _Exchange(request, value, self._channel)
             exchange.task = task = asyncio.ensure_future(self._answer(exchange))
-            self.server_state.tasks.add(task)  # Whose end uvicorn awaits when it stops.
+            self.server_state.tasks.add(task)  # uvicorn waits for these tasks when it stops.
             task.add_done_callback(self.server_state.tasks.discard)
         elif (exchange := self._exchanges.get(request)) is not None:
             exchange.received(kind, value)
 
     async def _answer(self, exchange: _Exchange) -> None:
-        """Run the application for a request."""
+        """Run the application for a request, and report its end."""
         failure = None
         try:
             await self._app(exchange.scope, exchange.receive, exchange.send)
@@ -93,7 +96,7 @@ class FrontedServer(Server):
             self._channel.put(exchange.number, "end", failure)
 
     def _front_ended(self) -> None:
-        """Stop if the other process is gone: nobody can be answered any more."""
+        """Stop, since no client can be answered without the connection process."""
         self._ended.set_result(None)
         self.has_failed = not self._stops
         self.should_exit = True
@@ -101,7 +104,7 @@ class FrontedServer(Server):
             exchange.leave()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop the service, while the other process waits for answers to be sent."""
+        """Stop the service, while the connection process waits for answers to be sent."""
         self._stops = True
         self._channel.put(0, STOP)
         await super().shutdown(sockets)
@@ -109,7 +112,7 @@ class FrontedServer(Server):
     def _abort_connections(self) -> None:
         self._channel.put(0, ABORT)
 
-    async def _connections_end(self) -> None:
+    async def _wait_for_connections(self) -> None:
         assert self._front is not None
         await asyncio.wait([self._ended], timeout=self.limits.shutdown_s)
         self._front.kill()  # Unless it has ended.
@@ -117,12 +120,12 @@ class FrontedServer(Server):
 
 
 class _Exchange:
-    """Request that another process passes on, with ASGI's ``receive`` and ``send``.
+    """Request from the connection process, with ASGI's ``receive`` and ``send``.
 
     Args:
         number: number of the request.
         scope: its ASGI scope.
-        channel: channel to the other process.
+        channel: channel to the connection process.
 
     Attributes:
         task: task that runs the application.
@@ -134,10 +137,10 @@ class _Exchange:
         self._events = asyncio.Queue[Message]()
         self._asked, self._untaken, self._lost = False, 0, ""
         self._changed = asyncio.Event()
-        """Set when ``_untaken`` falls, or the connection is lost."""
+        """Set by each message, since ``taken`` and ``lost`` end a wait of ``send``."""
 
     def received(self, kind: str, value: Any) -> None:
-        """Take a message about this request."""
+        """Handle a message about this request."""
         if kind == "event":
             self._events.put_nowait(value)
         elif kind == "taken":
@@ -149,7 +152,7 @@ class _Exchange:
         self._changed.set()
 
     def leave(self) -> None:
-        """Tell the application that the client is gone, as the other process cannot any more."""
+        """Tell the application that the client is gone, since the connection process has ended."""
         self.received("event", {"type": f"{self.scope['type']}.disconnect", "code": 1006})
         self.received("lost", "the process that holds the connection has ended")
 

@@ -252,6 +252,7 @@ class Server(uvicorn.Server):
         app: application to serve; ``run`` takes the sockets to listen on.
 
     Attributes:
+        limits: limits on the clients.
         has_failed: whether it stopped because clients cannot reach it any more.
     """
 
@@ -279,7 +280,7 @@ class Server(uvicorn.Server):
         """Stop the service in parallel with uvicorn's own shutdown."""
         stopping = asyncio.ensure_future(self._stop())
         await super().shutdown(sockets)
-        await self._connections_end()
+        await self._wait_for_connections()
         stopping.cancel()
 
     async def _stop(self) -> None:
@@ -292,5 +293,5 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
-    async def _connections_end(self) -> None:
-        """Wait for the connections that uvicorn's shutdown has not waited for."""
+    async def _wait_for_connections(self) -> None:
+        """Wait for connections outside of this process, for which uvicorn does not wait."""
