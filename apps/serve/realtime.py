@@ -66,7 +66,7 @@ class _Connection:
         self._reading: asyncio.Future[Any] | None = None
 
     def follow(self, reading: asyncio.Future[Any]) -> None:
-        """Note the task that handles the events of the client."""
+        """Set the task that handles the events of the client; ``give_up`` cancels it."""
         self._reading = reading
         if self._given_up:
             reading.cancel()
@@ -114,7 +114,7 @@ class Realtime:
         self._service.metrics.realtime.inc()
         with ExitStack() as place:
             place.callback(self._free_place, address)
-            if kept is not None:  # At once, so that others who return wait for this connection.
+            if kept is not None:  # Now, so that others that resume the session wait for this one.
                 self._hold(kept.id, _Connection(address, kept.settings["model"]), place)
             await self._serve(socket, kept, client, place, keeps=keeps)
 
@@ -170,8 +170,8 @@ class Realtime:
         """Refuse a session if too many are open.
 
         Args:
-            address: address of its client.
-            leaving: address of the client whose session it replaces.
+            address: address of the client that asks for a session.
+            leaving: address of the client whose connection ends if the session begins.
 
         Raises:
             Refusal: if too many are open.
@@ -197,14 +197,15 @@ class Realtime:
     ) -> KeptSession | None:
         """Find the session that a client returns to, and end the connection that it still has.
 
-        A client that asks for another model, or has no place, does not end the connection.
+        That connection stays open if the client is refused: it asks for another model, or too many
+        sessions are open.
 
         Returns:
             the session, which is still stored; None for a new one.
 
         Raises:
-            Refusal: if there is no such session or no place for it, or if its earlier connection
-                does not end.
+            Refusal: if there is no such session, it has another model, too many sessions are open,
+                or its earlier connection does not end.
         """
         if (key := socket.query_params.get("session")) is None:
             return None
@@ -221,6 +222,7 @@ class Realtime:
         return kept
 
     def _check_same_model(self, asked: str | None, model: str) -> None:
+        """Refuse to resume a session with another model than its own."""
         if asked and self._service.answering(asked) != model:
             raise Refusal(400, "model: cannot change within a session", field="model")
 
@@ -300,7 +302,7 @@ class Realtime:
             expiry.cancel()
 
     def _hold(self, key: str, connection: _Connection, place: ExitStack) -> None:
-        """Note the connection of a session until its place is free."""
+        """Register the connection of a session until its place is free."""
         self._connections[key] = connection
         place.callback(self._leave, key)
 
@@ -320,7 +322,7 @@ class Realtime:
                 await self._keep(kept)
 
     async def _put_back(self, kept: KeptSession, place: ExitStack) -> None:
-        """Keep a session that was taken but not begun; then free its place."""
+        """Store a session again that could not be resumed; then free its place."""
         with place:
             await self._keep(kept)
 
