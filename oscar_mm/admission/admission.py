@@ -109,7 +109,7 @@ class Admission:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether caches must not take more memory than requests reserve."""
+        """Whether a budget limits the memory of caches to what requests reserve."""
         return self.budget is not None
 
     @property

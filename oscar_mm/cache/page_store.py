@@ -41,14 +41,14 @@ _GAIN = 128
 _COPY_BYTES = 1 << 26
 """Number of bytes copied at a time while a pool is compacted in place."""
 _SPARE = 1 / 8
-"""Share of its slots by which a pool may grow beyond what is needed; ``trim_surplus`` leaves more
-than that."""
+"""Share of its slots by which a pool grows at least where memory is plenty. ``trim_surplus`` allows
+a larger share of free slots, so it does not undo this."""
 _SPARE_MEMORY = 1 / 16
-"""Maximum share of a device's free memory for spare slots."""
+"""Maximum share of a device's free memory that the spare slots of one growth may take."""
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU; 0 for other devices."""
+    """Return the free memory of a GPU in bytes; 0 for other devices."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
@@ -492,9 +492,9 @@ class PageStore:
 
         Args:
             counts: minimum number of free slots by kind.
-            spares: whether a pool that grows, grows by at least ``_SPARE`` of its slots if there is
-                plenty of memory. Each growth maps memory in every layer, which takes longer than
-                mapping some more of it.
+            spares: whether a pool that must grow grows by at least an eighth of its slots
+                (``_SPARE``), if these take at most a sixteenth of the free memory. Each growth maps
+                memory in every layer, which takes longer than mapping some more of it.
         """
         if self.is_on_cpu or self.ranks.count > 1:
             return
@@ -511,8 +511,8 @@ class PageStore:
                 slots.make_free(count)
 
     def _affordable(self, bits: Bits, count: int) -> int:
-        """Return ``count`` if so many more slots take only a small part of the free memory of each
-        device, or else 0."""
+        """Return ``count`` if this many more slots take at most ``_SPARE_MEMORY`` of the free
+        memory of each device; otherwise 0."""
         devices = {pools.device for pools in self.layers.values()}
         fits = all(
             self.bytes_of({bits: count}, device) <= _SPARE_MEMORY * _free_bytes(device)

@@ -64,7 +64,7 @@ class Reservations(SpeechMemory, Protocol):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether caches must not take more memory than requests reserve."""
+        """Whether a budget limits the memory of caches to what requests reserve."""
         ...
 
     def growth(

@@ -77,7 +77,7 @@ class PagedAttention:
         """Allocate memory for this number of tokens in rings, unless it is already allocated."""
         own = self.rings
         if len(own) < places or (own.device, own.dtype) != (device, dtype):
-            # Zeros, because layers of a draft model may read tokens that only the model has.
+            # Zeros, because layers of a draft model may read entries that they have not written.
             self.rings = own.new_zeros(places, *own.shape[1:], device=device, dtype=dtype)
 
     def balance(self, sigma: torch.Tensor | None, device: torch.device | None = None) -> None:

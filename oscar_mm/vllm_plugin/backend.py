@@ -53,7 +53,7 @@ from oscar_mm.vllm_plugin.step import Reading, Rings, Step, StepTables
 
 _MIN_CAPABILITY = (8, 0)
 _ASKS_BACKEND = hasattr(AttentionBackend, "customize_spec")
-"""Whether vLLM asks the backend for the size of pages."""
+"""Whether this version of vLLM asks the backend for the size of pages."""
 _BALANCING = "oscar_mm_balancing"
 """Name of a layer's buffer for its balancing."""
 
@@ -128,12 +128,12 @@ class OscarBackend(AttentionBackend):
     def customize_spec(cls, spec: Any) -> Any:
         """Return a layer's spec with the size of our pages (newer vLLM).
 
-        If layers of other backends have larger blocks, ours get more tokens: vLLM pads the smaller
-        blocks, and ours must be contiguous.
+        If layers of other backends have larger blocks, our blocks get more tokens, because vLLM
+        would pad them otherwise, and our pages must be contiguous.
         """
         size = cls.settings.token_bytes(spec.num_kv_heads, spec.head_size)
         spec = replace(spec, dtype=torch.uint8, state_content_bytes=size)
-        if cls.config is None or spec.block_size % PAGE_TOKENS:  # vLLM asks for a single token.
+        if cls.config is None or spec.block_size % PAGE_TOKENS:  # vLLM asks with one token.
             return spec
         page_bytes = spec.page_size_bytes * PAGE_TOKENS // spec.block_size
         tokens = PAGE_TOKENS * -(-_other_block_bytes(cls.config) // page_bytes)
@@ -224,8 +224,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     Attributes:
         attention: implementation of the attention.
         is_loaded: whether vLLM has reported that the weights are loaded.
-        is_draft: whether the layer belongs to a draft model, which vLLM creates once the model's
-            weights are loaded.
+        is_draft: whether the layer belongs to a draft model, which vLLM creates once the weights of
+            the target model are loaded.
 
     Raises:
         InputError: if pages do not support this kind of layer.
@@ -327,8 +327,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     def rings(self, config: VllmConfig, device: torch.device) -> Rings:
         """Return the requests' rings, which all metadata builders of the layer share.
 
-        A draft model's own steps neither read nor write rings: they run ahead of the model's steps,
-        in which its layers may take part too, with the model's rings.
+        The own steps of a draft model neither read nor write rings, because they run ahead of the
+        target model's steps. Layers of the draft model may also take part in steps of the target
+        model; they then use its tables.
         """
         layer = self._owners[0]()
         spec = config.cache_config if layer is None else _spec_of(layer, config)

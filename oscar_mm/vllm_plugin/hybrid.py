@@ -22,11 +22,11 @@ from oscar_mm.errors import InputError
 
 
 def align_blocks(config: VllmConfig) -> None:
-    """Set the smallest block size whose pages are large enough for a layer's states.
+    """Set the smallest block size, in tokens, with which a block can hold a layer's states.
 
     Args:
-        config: vLLM's configuration, with the layers of the loaded model; its cache configuration
-            is changed.
+        config: vLLM's configuration, with the layers of the loaded model. This changes its cache
+            configuration: block size in tokens, and bytes to which states are padded.
 
     Raises:
         InputError: if attention layers need different numbers of bytes per token.
@@ -43,7 +43,7 @@ def align_blocks(config: VllmConfig) -> None:
         )
     state_bytes = max(_state_bytes(x) for x in layers if isinstance(x, MambaBase))
     step = cache.block_size
-    if cache.mamba_cache_mode == "all":  # States are cached at ends of their kernels' chunks.
+    if cache.mamba_cache_mode == "all":  # States are cached where a chunk of their kernels ends.
         step = lcm(step, cache.mamba_block_size or config.model_config.get_mamba_chunk_size() or 1)
     cache.block_size = step * -(-state_bytes // (step * token_bytes))
     if cache.mamba_cache_mode in ("all", "align"):
@@ -52,12 +52,19 @@ def align_blocks(config: VllmConfig) -> None:
 
 
 def _state_bytes(layer: Any) -> int:
+    """Return the bytes of a layer's states for one request, without padding."""
     shapes, dtypes = tuple(layer.get_state_shape()), layer.get_state_dtype()
     return MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1).page_size_bytes
 
 
 def align_for(backend: type) -> None:
-    """Make vLLM call ``align_blocks`` for hybrid models with a backend, once or again."""
+    """Make vLLM call ``align_blocks`` for hybrid models with a backend.
+
+    Further calls with the same backend change nothing.
+
+    Args:
+        backend: attention backend of the model.
+    """
     before = Platform._align_hybrid_block_size.__func__
     if getattr(before, "backend", None) is backend:
         return

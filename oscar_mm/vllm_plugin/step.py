@@ -183,8 +183,8 @@ class StepTables:
             from the rings for all layers at once, in a fraction of the time. This begins only after
             a forward pass has reached all layers, because a draft model's pass reaches only its own
             layers. If 0, each layer stores its own tokens.
-        stages: whether layers store the tokens of such steps from the rings; if False, from keys
-            and values, and they leave the rings as they are unless they read them.
+        stages: whether the tokens of such steps are stored from the rings; if False, each layer
+            stores them from its keys and values, and writes to the rings only if it reads them.
 
     Raises:
         ValueError: if there are more requests than the tables allow.
