@@ -10,19 +10,22 @@ from torch import Tensor
 
 
 def shorten_loading() -> None:
-    """Leave out what nobody reads and what was computed before, in modules that are imported."""
+    """Patch imported modules so that loading omits unread texts, empty work and repeated checks."""
     if transformers := sys.modules.get("transformers.configuration_utils"):
         # Loading turns configurations into text, for log lines that nobody reads and for errors of
         # type checks that another type passes. A tiny Qwen3-Omni takes almost twice as long.
         transformers.PreTrainedConfig.__repr__ = object.__repr__
     for name in ("kaiming_uniform_", "uniform_", "normal_", "ones_", "zeros_"):
-        setattr(torch.nn.init, name, _of_real_tensors(getattr(torch.nn.init, name)))
+        setattr(torch.nn.init, name, _skips_meta_tensors(getattr(torch.nn.init, name)))
     if score_errors := sys.modules.get("oscar_mm.ops.score_errors"):
         score_errors._restored = _remembered(score_errors._restored)
 
 
-def _of_real_tensors(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Models are made of tensors without memory, which PyTorch fills by slow Python functions."""
+def _skips_meta_tensors(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``fill`` without effect on meta tensors, which models have until weights are loaded.
+
+    PyTorch fills tensors without memory by slow Python functions.
+    """
 
     @functools.wraps(fill)
     def filled(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -32,8 +35,11 @@ def _of_real_tensors(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _remembered(restore: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """The check of weights packs and unpacks keys of each layer, which takes almost half the
-    time of loading. Equal keys are restored alike."""
+    """Return ``restore`` with a memory of its results, which are equal for equal arguments.
+
+    The check of weights packs and unpacks keys of each layer, which takes almost half the time of
+    loading.
+    """
     found = dict[Any, Tensor | None]()
 
     def restored(keys: Tensor, policy: Any, sigma: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Models whose layers are of several kinds, as vLLM loads them and shares memory between them."""
+"""Hybrid models in vLLM: layers of several kinds share memory, in blocks of equally many bytes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def layers_of(config: VllmConfig, kind: type) -> dict[str, Any]:
 def test_pages_and_states_have_blocks_of_one_size(
     drafts: int, prefixes: bool, load: Configure
 ) -> None:
-    """The smallest ones of whole pages in which a layer's states fit."""
+    """They are the smallest blocks of whole pages in which a layer's states fit."""
     config = load(drafts=drafts, prefixes=prefixes)
     attention, others = layers_of(config, Attention), layers_of(config, MambaBase)
     assert [layer.impl.is_draft for layer in attention.values()] == [False, True][
@@ -114,7 +114,7 @@ def test_pages_are_contiguous(load: Configure) -> None:
 
 
 def test_drafts_with_a_backend_of_vllm(load: Configure) -> None:
-    """vLLM's own, unless it is told another one for drafts: its blocks are larger."""
+    """Drafts have a backend of vLLM, with larger blocks, unless the user chooses ours for them."""
     if not NEWER:
         with pytest.raises(InputError, match='add "attention_backend": "CUSTOM" to --speculative'):
             load(backend_of_drafts="FLASH_ATTN", drafts=2)
@@ -137,7 +137,7 @@ def test_balancing_is_that_of_the_checkpoint(checkpoint: Path, load: Configure) 
 @pytest.mark.skipif(not NEWER, reason="older vLLM has one backend for all layers")
 @pytest.mark.parametrize("heads", [(8, 4, 256), (4, 2, 64), (4, 4, 128)])
 def test_layers_with_windows_stay_those_of_vllm(heads: tuple, configure: Configure) -> None:
-    """Ours have blocks of as many bytes, which are whole pages one after the other."""
+    """Blocks of our layers have at least as many bytes, and consist of contiguous whole pages."""
     config = configure()
     kinds = {"sliding_window": AttentionBackendEnum.FLASH_ATTN}
     config.attention_config = AttentionConfig(

@@ -107,9 +107,9 @@ def test_speculation(speculating: Engine) -> None:
 
 @pytest.mark.parametrize("own_steps", [True, False])
 def test_the_layers_of_drafts_run_ahead(own_steps: bool, configure: Configure) -> None:
-    """Their first pass has steps of its own (vLLM's first model runner) or the model's (its
-    second). In both the model's layers read recent tokens as they came, as the definition of
-    attention that ``run`` compares with says."""
+    """The first pass of the draft layers has its own metadata (vLLM's first model runner) or that
+    of the target model (its second). In both cases the target model's layers read recent tokens
+    exactly, as ``run`` checks by the definition of attention."""
     config = configure(drafts=3)
     engine = Engine(config)
     draft = Parent(config, number=7)
@@ -122,7 +122,7 @@ def test_the_layers_of_drafts_run_ahead(own_steps: bool, configure: Configure) -
     builder = plugin.OscarMetadataBuilder(engine.spec, names, config, torch.device("cpu"))
 
     def run_draft(scheduled: list, step: plugin.OscarMetadata) -> None:
-        """One pass of the draft model, whose keys are other ones at the same places."""
+        """Run a pass of the draft model, with negated keys at the same positions."""
         states = [
             torch.cat([r.states[side][r.read : r.read + n] for r, n in scheduled])
             for side in (0, 1, 2)
@@ -161,7 +161,7 @@ def test_the_layers_of_drafts_run_ahead(own_steps: bool, configure: Configure) -
 
 @pytest.mark.parametrize("block_size", [256, 384])
 def test_blocks_of_several_pages(block_size: int, configure: Configure) -> None:
-    """As hybrid models have them."""
+    """Hybrid models have blocks of several pages."""
     config = configure()
     config.cache_config.block_size = block_size
     engine = Engine(config, head_dim=256)

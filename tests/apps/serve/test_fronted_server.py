@@ -90,7 +90,7 @@ def test_answers_are_those_of_one_process(omni, fronted, client) -> None:
 
 
 def test_a_body_that_is_too_large(fronted) -> None:
-    """It is refused before it comes."""
+    """It is refused before the client sends it."""
     with connected(fronted[1]) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
         head += "Content-Type: application/json\r\nContent-Length: 5000000\r\n\r\n"
@@ -108,7 +108,7 @@ def test_a_client_that_leaves_ends_its_answer(fronted, client) -> None:
 
 
 def test_a_client_that_reads_nothing_stops_its_answer(app, fronted) -> None:
-    """Only bounded parts of it wait for the client, in any process."""
+    """Each process stores only a bounded part of the answer for the client."""
     made = list[int]()
 
     async def flood() -> AsyncIterator[bytes]:
@@ -143,7 +143,7 @@ def test_sessions_over_websockets(fronted) -> None:
 
 
 def test_an_error_of_the_application(omni, monkeypatch, capfd) -> None:
-    """The client gets no details; they are told where the server runs."""
+    """The client gets no details; the server prints a traceback."""
 
     async def fail(*_: Any) -> None:
         raise KeyError("nowhere")

@@ -206,10 +206,10 @@ def test_a_second_connection_takes_over(server: Any, sessions: KeptSessions) -> 
     asyncio.run(talk())
 
 
-def test_a_client_that_is_refused_leaves_the_connection(
+def test_a_refused_client_leaves_the_connection_open(
     server: Any, sessions: KeptSessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that asks for another model, and one whose address has its share of the sessions."""
+    """A client that asks for another model, and one whose address has all sessions it may have."""
     monkeypatch.setattr(server[0].service, "names", ("tiny", "other"))
     uri = server[1].replace("http", "ws") + "/v1/realtime?model=tiny"
     headers = {"Authorization": f"Bearer {KEY}"}
