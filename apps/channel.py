@@ -33,7 +33,7 @@ _LENGTH_BYTES = 4
 class Channel(asyncio.Protocol):
     """End of the channel in this process.
 
-    Messages are pickled, since both processes run the same code as the same user.
+    Messages are pickled; this is safe because both processes run the same code as the same user.
 
     Messages of one turn of the event loop are sent together: after a decode step of many requests,
     one system call sends all their pieces. A call for each piece would release the interpreter

@@ -29,8 +29,9 @@ _AHEAD_BYTES = 1 << 16
 class FrontedServer(Server):
     """Server whose connections are in another process, the connection process (``apps/front.py``).
 
-    While one process parses requests and sends thousands of pieces a second, its engine thread
-    waits for the interpreter lock. The application runs in this process, which has the chats.
+    In a single process, the engine's thread would wait for the interpreter lock while requests are
+    parsed and thousands of pieces a second are sent. The application, the model and the chats are
+    in this process.
 
     Args:
         app: application to serve; ``run`` takes the sockets to listen on.

@@ -329,7 +329,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
 
         The own steps of a draft model neither read nor write rings, because they run ahead of the
         target model's steps. Layers of the draft model may also take part in steps of the target
-        model; they then use its tables.
+        model, with its rings.
         """
         layer = self._owners[0]()
         spec = config.cache_config if layer is None else _spec_of(layer, config)

@@ -52,7 +52,7 @@ def align_blocks(config: VllmConfig) -> None:
 
 
 def _state_bytes(layer: Any) -> int:
-    """Return the bytes of a layer's states for one request, without padding."""
+    """Return the bytes of one copy of a layer's states, without padding."""
     shapes, dtypes = tuple(layer.get_state_shape()), layer.get_state_dtype()
     return MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1).page_size_bytes
 
