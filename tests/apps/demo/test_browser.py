@@ -674,7 +674,8 @@ def test_screen_readers_and_weak_eyes_make_sense_of_the_page(served, uploads, si
 
     with closing(Browser(served.address, size, dark=dark)) as window:
         check("empty")
-        set_length(window, 20)
+        # With some longer texts of random weights, axe-core does not end.
+        set_length(window, 12)
         for _ in range(5):
             window.ask("What is it?")
         check("questions alone")

@@ -131,7 +131,7 @@ def test_sigterm_leaves_nothing(qwen3_omni_folder, uploads, tmp_path) -> None:
     """Neither uploads nor conversations on disk, whoever is connected and waits for an answer."""
     port, left, slow, reading = free_port(), tmp_path / "tmp", tmp_path / "slow", tmp_path / "reads"
     left.mkdir()
-    arguments = qwen3_omni_folder, port, slow, reading, "--kv-budget", "68kB"
+    arguments = qwen3_omni_folder, port, slow, reading, "--kv-budget", "46kB"
     with (
         Forked(serve_until_signalled, *arguments, environment={"TMPDIR": str(left)}) as demo,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
