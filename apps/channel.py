@@ -6,8 +6,8 @@ and a value. The connection process sends the first five kinds, the application 
 
 - ``open``: a request has arrived; the value is its ASGI scope.
 - ``event``: the next ASGI event of a request, which ``receive`` asked for.
-- ``taken``: number of bytes of an answer (for WebSocket text: characters) that were sent to the
-  client since the previous such message.
+- ``taken``: size of the events of an answer (``payload_size``) that were sent to the client since
+  the previous such message.
 - ``lost``: no more events of an answer can be sent; the value says why.
 - ``cancel``: the answer has taken too long to end while the server stops.
 - ``receive``: the application waits for the next event of a request.
@@ -21,13 +21,18 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 READY, STOP, ABORT = "ready", "stop", "abort"
 """The connection process accepts connections; it must stop gracefully; it must abort those
 connections that are left."""
 _LENGTH_BYTES = 4
+
+
+def payload_size(event: Mapping[str, Any]) -> int:
+    """Return the number of bytes that an ASGI event sends, or of characters if it is text."""
+    return len(event.get("body") or event.get("bytes") or event.get("text") or "")
 
 
 class Channel(asyncio.Protocol):
@@ -67,7 +72,7 @@ class Channel(asyncio.Protocol):
             if len(self._buffer) < end:
                 break
             start = end
-            for message in pickle.loads(memoryview(self._buffer)[begin:end].tobytes()):
+            for message in pickle.loads(self._buffer[begin:end]):
                 self._received(*message)
         del self._buffer[:start]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from oscar_mm.apps.channel import ABORT, READY, STOP, Channel
+from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size
 from oscar_mm.apps.connections import ConnectionLimits, server_config
 
 _REPORTED_BYTES = 1 << 14
@@ -94,7 +94,7 @@ class Front:
                     except Exception as error:  # Such as uvicorn's for a closed WebSocket.
                         lost = True
                         self.channel.put(number, "lost", repr(error))
-                    taken += len(value.get("body") or value.get("bytes") or value.get("text") or "")
+                    taken += payload_size(value)
                     if taken >= _REPORTED_BYTES:
                         self.channel.put(number, "taken", taken)
                         taken = 0

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Scope
 
-from oscar_mm.apps.channel import ABORT, READY, STOP, Channel
+from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size
 from oscar_mm.apps.serve.server import Server
 
 _FRONT = "oscar_mm.apps.front"
@@ -177,5 +177,5 @@ class _Exchange:
             await self._changed.wait()
         if self._lost:
             raise OSError(self._lost)
-        self._untaken += len(event.get("body") or event.get("bytes") or event.get("text") or "")
+        self._untaken += payload_size(event)
         self._channel.put(self.number, "send", event)
