@@ -57,7 +57,7 @@ def test_any_schedule(policy: str, place: dict) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4, 7])
 def test_heads_of_256_channels(tokens: int, place: dict) -> None:
-    """Of Qwen3.5; several new tokens a request are drafts."""
+    """Qwen3.5 has such heads. A request has several new tokens if it has drafts."""
     layer = Layer(**place, head_dim=256, query_tokens=tokens, pages=16)
     first, second = layer.request(400), layer.request(300)
     plan = [[(first, 137)], [(first, tokens), (second, 260)], [(second, 3), (first, 129)]]

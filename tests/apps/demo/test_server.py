@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from oscar_mm.apps.server_process import bind
 from oscar_mm.errors import InputError
 from tests.apps.connections import HEAD, connected, is_closed, opened, seconds_until_closed
 from tests.apps.demo.conftest import COMPACT
+from tests.waits import until
 
 WHERE = ["H100", "Qwen3-VL-8B", "32K tokens"]
 
@@ -193,10 +194,10 @@ def test_uploads_that_come_together_have_a_bound_together(served, client, monkey
     files = {"files": ("a.bin", bytes(60_000))}
     with socket.create_connection(("127.0.0.1", port)) as slow:
         slow.sendall(head.encode())
-        until(lambda: client.post("gradio_api/upload", files=files).status_code == 507)
+        until(lambda: client.post("gradio_api/upload", files=files).status_code == 507, 30)
         small = {"files": ("a.bin", bytes(1_000))}
         assert client.post("gradio_api/upload", files=small).status_code == 200
-    until(lambda: client.post("gradio_api/upload", files=files).status_code == 200)
+    until(lambda: client.post("gradio_api/upload", files=files).status_code == 200, 30)
 
 
 def test_uploads_say_how_long_they_are(client) -> None:
@@ -236,7 +237,7 @@ def test_a_visitor_who_returns_continues_and_another_leaves_nothing(
         data = [{"text": "What?", "files": [upload(client, uploads / "1.png")]}, 0, 9, *WHERE]
         assert call(client, served, "ask", data, "s5")[-1]["success"]
         session = sessions.session("s5")
-    until(lambda: "s5" not in sessions._visits)
+    until(lambda: "s5" not in sessions._visits, 30)
     assert budget.used_bytes > used
     sent = call(client, served, "open_page", [session.id, *WHERE], "s7")[-1]
     *parts, address, visitor = sent["output"]["data"]
@@ -323,13 +324,6 @@ def test_connections_are_bounded(pipe, monkeypatch) -> None:
             assert 40 - 10 <= sum(closed) < 40
             assert closed == sorted(closed, reverse=True), "the first ones"
             assert not is_closed(visitor)
-
-
-def until(done: Callable[[], object], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_port_that_is_taken(served, pipe) -> None:

@@ -34,6 +34,7 @@ from tests.apps.serve.realtime.client import connected as talking
 from tests.apps.serve.test_command import running
 from tests.apps.serve.test_server import ask
 from tests.processes import command
+from tests.waits import until
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sockets are passed on as on Unix")
 KEY = "secret"
@@ -67,13 +68,6 @@ def post(address: str, path: str, body: Any, padding: int = 0) -> tuple[int, Any
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
-
-
-def until(condition: Any, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_answers_are_those_of_one_process(omni, fronted, client) -> None:

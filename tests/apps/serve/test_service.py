@@ -27,6 +27,7 @@ from tests.apps.serve.conftest import image, png, served, started, text, user
 from tests.apps.serve.test_server import ask, client_of, metrics
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
+from tests.waits import until
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -262,10 +263,8 @@ def test_failures_are_json_too(omni, monkeypatch, capfd) -> None:
             with pytest.raises(urllib.error.HTTPError) as missing:
                 urllib.request.urlopen(address + path)
             assert json.load(missing.value)["error"]["type"] == "invalid_request_error"
-        deadline = time.monotonic() + 10  # The place is freed after the refusal is sent.
-        while metrics(address, None)["oscar_mm_running"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        # The place is freed after the refusal is sent.
+        until(lambda: metrics(address, None)["oscar_mm_running"] == 0, 10)
     assert "RuntimeError: a secret" in capfd.readouterr().err
 
 
