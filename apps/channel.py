@@ -1,8 +1,9 @@
 """Channel: messages between the two processes of a server.
 
-The connection process (``oscar_mm.apps.front``) parses requests and writes answers; the application
-process (``FrontedServer``) runs the application. A message consists of a request's number, a kind
-and a value. The connection process sends the first five kinds, the application process the others:
+The connection process (``oscar_mm.apps.connection_process``) parses requests and writes answers;
+the application process (``ApplicationServer``) runs the application. A message consists of a
+request's number, a kind and a value. The connection process sends the first five kinds, the
+application process the others:
 
 - ``open``: a request has arrived; the value is its ASGI scope.
 - ``event``: the next ASGI event of a request, which ``receive`` asked for.

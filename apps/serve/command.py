@@ -217,7 +217,7 @@ def serve(
             "--served-model-name"
         )
     terminal.quiet_transformers()
-    from oscar_mm.apps.serve.fronted_server import FrontedServer
+    from oscar_mm.apps.serve.application_server import ApplicationServer
     from oscar_mm.apps.serve.server import Server, create_app  # imports torch
     from oscar_mm.apps.serve.service import ServerLimits
     from oscar_mm.chat.warm_up import answer_in_advance
@@ -253,7 +253,7 @@ def serve(
     )
     app = create_app(pipe, name, limits, host, other_names=others, origins=origins)
     # On Windows, a process cannot inherit sockets by their file descriptors.
-    server = FrontedServer(app) if os.name == "posix" else Server(app)
+    server = ApplicationServer(app) if os.name == "posix" else Server(app)
     _log_requests(log_level)
     try:
         warm_up(pipe.engine, running)

@@ -1,4 +1,4 @@
-"""FrontedServer: server that runs the application and leaves connections to a second process."""
+"""ApplicationServer: server whose connections are in a process of their own."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from starlette.types import ASGIApp, Message, Scope
 from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size
 from oscar_mm.apps.serve.server import Server
 
-_FRONT = "oscar_mm.apps.front"
+_CONNECTION_PROCESS = "oscar_mm.apps.connection_process"
 _START_S = 60.0
 """Maximum seconds until the connection process accepts connections."""
 _AHEAD_BYTES = 1 << 16
 """Bytes of an answer that may be on their way to the client when one more event is sent."""
 
 
-class FrontedServer(Server):
-    """Server whose connections are in another process, the connection process (``apps/front.py``).
+class ApplicationServer(Server):
+    """Server whose connections are in another process (``apps/connection_process.py``).
 
     In a single process, the engine's thread would wait for the interpreter lock while requests are
     parsed and thousands of pieces a second are sent. The application, the model and the chats are
@@ -41,7 +41,7 @@ class FrontedServer(Server):
         super().__init__(app)
         self._app = cast("ASGIApp", self.config.app)
         self._exchanges: dict[int, _Exchange] = {}
-        self._front: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel
         self._stops = False
 
@@ -55,8 +55,8 @@ class FrontedServer(Server):
         with theirs:
             numbers = [taken.fileno() for taken in sockets or ()]
             given = {"channel": theirs.fileno(), "sockets": numbers, "limits": asdict(self.limits)}
-            self._front = subprocess.Popen(
-                [sys.executable, "-P", "-m", _FRONT, json.dumps(given)],
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _CONNECTION_PROCESS, json.dumps(given)],
                 # Modules come from the search path of this process, not from the current folder.
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(x or os.curdir for x in sys.path)},
                 stdin=subprocess.DEVNULL,
@@ -64,12 +64,12 @@ class FrontedServer(Server):
                 start_new_session=True,  # Only this process should get Ctrl-C.
             )
         _, self._channel = await loop.create_unix_connection(
-            lambda: Channel(self._received, self._front_ended), sock=ours
+            lambda: Channel(self._received, self._process_ended), sock=ours
         )
         either = [self._ready, self._ended]
         await asyncio.wait(either, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
         if not self._ready.done():
-            self._front.kill()
+            self._process.kill()
             self.has_failed = self.should_exit = True
         self.started = True
 
@@ -96,7 +96,7 @@ class FrontedServer(Server):
             del self._exchanges[exchange.number]
             self._channel.put(exchange.number, "end", failure)
 
-    def _front_ended(self) -> None:
+    def _process_ended(self) -> None:
         """Stop, since no client can be answered without the connection process."""
         self._ended.set_result(None)
         self.has_failed = not self._stops
@@ -114,10 +114,10 @@ class FrontedServer(Server):
         self._channel.put(0, ABORT)
 
     async def _wait_for_connections(self) -> None:
-        assert self._front is not None
+        assert self._process is not None
         await asyncio.wait([self._ended], timeout=self.limits.shutdown_s)
-        self._front.kill()  # Unless it has ended.
-        await run_in_threadpool(self._front.wait)
+        self._process.kill()  # Unless it has ended.
+        await run_in_threadpool(self._process.wait)
 
 
 class _Exchange:

@@ -1,8 +1,8 @@
 """Connection process of a server: parses requests and writes answers for the application process.
 
-``FrontedServer`` starts it, with its options as JSON::
+``ApplicationServer`` starts it, with its options as JSON::
 
-    python -m oscar_mm.apps.front '{"channel": 5, "sockets": [3], ...}'
+    python -m oscar_mm.apps.connection_process '{"channel": 5, "sockets": [3], ...}'
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ApplicationError(Exception):
     """Error of the application in the application process; the message is its traceback."""
 
 
-class Front:
+class Forwarder:
     """ASGI application that passes each request on to the application process.
 
     Attributes:
@@ -110,22 +110,22 @@ class Front:
 class _Server(uvicorn.Server):
     """Server that stops when the application process says so."""
 
-    def __init__(self, front: Front, limits: ConnectionLimits) -> None:
-        super().__init__(server_config(front, limits, lifespan="off"))
-        self._front = front
+    def __init__(self, forwarder: Forwarder, limits: ConnectionLimits) -> None:
+        super().__init__(server_config(forwarder, limits, lifespan="off"))
+        self._forwarder = forwarder
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ignore signals: the application process gets them, and then sends ``STOP``."""
 
     async def main_loop(self) -> None:
         """Report that connections are accepted, and run until the application process says stop."""
-        self._front.channel.put(0, READY)
+        self._forwarder.channel.put(0, READY)
         await super().main_loop()
 
 
 async def _run(channel: int, sockets: list[int], limits: ConnectionLimits) -> None:
-    front = Front()
-    server = _Server(front, limits)
+    forwarder = Forwarder()
+    server = _Server(forwarder, limits)
 
     def received(request: int, kind: str, value: Any) -> None:
         if kind == STOP:
@@ -134,10 +134,10 @@ async def _run(channel: int, sockets: list[int], limits: ConnectionLimits) -> No
             for connection in list(server.server_state.connections):
                 connection.transport.abort()
         else:
-            front.received(request, kind, value)
+            forwarder.received(request, kind, value)
 
     # Nobody can answer once the application process has ended.
-    _, front.channel = await asyncio.get_running_loop().create_unix_connection(
+    _, forwarder.channel = await asyncio.get_running_loop().create_unix_connection(
         lambda: Channel(received, lambda: os._exit(1)), sock=socket.socket(fileno=channel)
     )
     await server.serve([socket.socket(fileno=number) for number in sockets])

@@ -23,7 +23,7 @@ from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import StreamingResponse
 
 from oscar_mm.apps.channel import Channel
-from oscar_mm.apps.serve.fronted_server import FrontedServer
+from oscar_mm.apps.serve.application_server import ApplicationServer
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from tests.apps.connections import connected, is_closed
@@ -47,14 +47,14 @@ def app(omni) -> Any:
 
 
 @pytest.fixture(scope="module")
-def fronted(app) -> Iterator[tuple[Any, str]]:
-    with started(app, FrontedServer) as server:
+def two_processes(app) -> Iterator[tuple[Any, str]]:
+    with started(app, ApplicationServer) as server:
         yield server
 
 
 @pytest.fixture
-def client(fronted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fronted[1]}/v1", api_key=KEY, max_retries=0) as made:
+def client(two_processes) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{two_processes[1]}/v1", api_key=KEY, max_retries=0) as made:
         yield made
 
 
@@ -70,7 +70,7 @@ def post(address: str, path: str, body: Any, padding: int = 0) -> tuple[int, Any
         return error.code, json.load(error)
 
 
-def test_answers_are_those_of_one_process(omni, fronted, client) -> None:
+def test_answers_are_those_of_one_process(omni, two_processes, client) -> None:
     options = {"max_tokens": 40, "temperature": 0}
     streamed = ask(client, user("Why?"), stream=True, **options)
     text = "".join(piece.choices[0].delta.content or "" for piece in streamed)
@@ -79,21 +79,21 @@ def test_answers_are_those_of_one_process(omni, fronted, client) -> None:
         status, whole = post(address, "/v1/chat/completions", body)
         assert status == 200 and whole["choices"][0]["message"]["content"] == text != ""
         # A body of many parts.
-        status, padded = post(fronted[1], "/v1/chat/completions", body, padding=300_000)
+        status, padded = post(two_processes[1], "/v1/chat/completions", body, padding=300_000)
         assert status == 200 and padded["choices"] == whole["choices"]
 
 
-def test_a_body_that_is_too_large(fronted) -> None:
+def test_a_body_that_is_too_large(two_processes) -> None:
     """It is refused before the client sends it."""
-    with connected(fronted[1]) as connection:
+    with connected(two_processes[1]) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
         head += "Content-Type: application/json\r\nContent-Length: 5000000\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_client_that_leaves_ends_its_answer(fronted, client) -> None:
-    running = fronted[0].service.metrics.running._value
+def test_a_client_that_leaves_ends_its_answer(two_processes, client) -> None:
+    running = two_processes[0].service.metrics.running._value
     stream = ask(client, user("Why?"), stream=True, max_tokens=90_000)
     next(iter(stream))
     assert running.get() == 1
@@ -101,7 +101,7 @@ def test_a_client_that_leaves_ends_its_answer(fronted, client) -> None:
     until(lambda: running.get() == 0)
 
 
-def test_a_client_that_reads_nothing_stops_its_answer(app, fronted) -> None:
+def test_a_client_that_reads_nothing_stops_its_answer(app, two_processes) -> None:
     """Each process stores only a bounded part of the answer for the client."""
     made = list[int]()
 
@@ -111,7 +111,7 @@ def test_a_client_that_reads_nothing_stops_its_answer(app, fronted) -> None:
             yield b"x" * 100_000
 
     app.add_api_route("/flood", lambda: StreamingResponse(flood()))
-    with connected(fronted[1]) as connection:
+    with connected(two_processes[1]) as connection:
         connection.sendall(b"GET /flood HTTP/1.1\r\nHost: x\r\n\r\n")
         until(lambda: len(made) > 1)
         before = 0
@@ -125,15 +125,15 @@ def test_a_client_that_reads_nothing_stops_its_answer(app, fronted) -> None:
         assert len(made) == 1000
 
 
-def test_sessions_over_websockets(fronted) -> None:
+def test_sessions_over_websockets(two_processes) -> None:
     async def talk() -> None:
-        async with talking(fronted[1]) as one:
+        async with talking(two_processes[1]) as one:
             await one.connection.session.update(session=PUSH | {"max_output_tokens": 8})
             await say(one, "What is it?")
             await one.until("response.done")
 
     asyncio.run(talk())
-    until(lambda: not fronted[0]._exchanges)
+    until(lambda: not two_processes[0]._exchanges)
 
 
 def test_an_error_of_the_application(omni, monkeypatch, capfd) -> None:
@@ -144,7 +144,7 @@ def test_an_error_of_the_application(omni, monkeypatch, capfd) -> None:
 
     app = create_app(omni, "tiny", ServerLimits(**LIMITS))
     monkeypatch.setattr(app.state.service, "complete", fail)
-    with started(app, FrontedServer) as (server, address):
+    with started(app, ApplicationServer) as (server, address):
         status, told = post(address, "/v1/chat/completions", {})
         assert status == 500 and "failed to answer this request" in told["error"]["message"]
         until(lambda: not server._exchanges)
@@ -154,7 +154,7 @@ def test_an_error_of_the_application(omni, monkeypatch, capfd) -> None:
 
 def test_websockets_that_leave_at_once(omni, capfd) -> None:
     """They are no errors of the server."""
-    with started(create_app(omni, "tiny", ServerLimits()), FrontedServer) as (_, address):
+    with started(create_app(omni, "tiny", ServerLimits()), ApplicationServer) as (_, address):
         for _ in range(50):
             with connected(address) as connection:
                 reset = struct.pack("ii", 1, 0)
@@ -167,8 +167,8 @@ def test_websockets_that_leave_at_once(omni, capfd) -> None:
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_bytes_that_are_no_request(fronted) -> None:
-    with connected(fronted[1]) as connection:
+def test_bytes_that_are_no_request(two_processes) -> None:
+    with connected(two_processes[1]) as connection:
         connection.sendall(b"\x16\x03\x01" * 100)
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
         until(lambda: is_closed(connection))
@@ -215,7 +215,7 @@ def test_without_the_process_of_connections_the_server_ends(qwen3_omni_folder, t
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             for count, _ in enumerate(ask(client, user("Why?"), **options)):
                 if count == 3:
-                    front(server.pid).send_signal(signal.SIGKILL)
+                    connection_process(server.pid).send_signal(signal.SIGKILL)
         code, _, errors = server.end()
     assert code == 1
     assert "the process that held the connections ended" in errors.decode()
@@ -238,7 +238,7 @@ def test_modules_of_the_current_folder_are_not_imported(qwen3_omni_folder, tmp_p
 
 def test_connections_end_with_the_server(qwen3_omni_folder, tmp_path) -> None:
     with running(command, qwen3_omni_folder, tmp_path) as (server, client):
-        holder = front(server.pid)
+        holder = connection_process(server.pid)
         psutil.Process(server.pid).kill()
         until(lambda: not holder.is_running() or holder.status() == psutil.STATUS_ZOMBIE)
         with pytest.raises(openai.APIConnectionError):
@@ -247,15 +247,19 @@ def test_connections_end_with_the_server(qwen3_omni_folder, tmp_path) -> None:
             server.end()
 
 
-def front(server: int | None) -> psutil.Process:
+def connection_process(server: int | None) -> psutil.Process:
     """The process that holds the connections of a server."""
     assert server is not None
-    found = [x for x in psutil.Process(server).children() if "oscar_mm.apps.front" in x.cmdline()]
+    found = [
+        x
+        for x in psutil.Process(server).children()
+        if "oscar_mm.apps.connection_process" in x.cmdline()
+    ]
     assert len(found) == 1
     return found[0]
 
 
-def test_a_client_that_reads_nothing_is_still_heard(app, fronted) -> None:
+def test_a_client_that_reads_nothing_is_still_heard(app, two_processes) -> None:
     """Its messages arrive while those to it wait."""
     heard = list[str]()
 
@@ -273,7 +277,7 @@ def test_a_client_that_reads_nothing_is_still_heard(app, fronted) -> None:
     app.add_api_websocket_route("/talk", flood)
 
     async def talk() -> None:
-        url = fronted[1].replace("http", "ws") + "/talk"
+        url = two_processes[1].replace("http", "ws") + "/talk"
         async with websockets.connect(url, max_queue=1) as client:
             await asyncio.sleep(1)
             for _ in range(3):
@@ -287,7 +291,7 @@ def test_a_client_that_reads_nothing_is_still_heard(app, fronted) -> None:
     assert heard == ["stop"] * 3
 
 
-def test_an_answer_to_a_websocket_that_is_gone_ends(app, fronted) -> None:
+def test_an_answer_to_a_websocket_that_is_gone_ends(app, two_processes) -> None:
     """Also if the application does not read what the client says."""
     ended = list[bool]()
 
@@ -302,11 +306,11 @@ def test_an_answer_to_a_websocket_that_is_gone_ends(app, fronted) -> None:
     app.add_api_websocket_route("/speech", flood)
 
     async def leave() -> None:
-        url = fronted[1].replace("http", "ws") + "/speech"
+        url = two_processes[1].replace("http", "ws") + "/speech"
         async with websockets.connect(url) as client:
             await client.recv()
             client.transport.abort()
 
     asyncio.run(leave())
     until(lambda: ended)
-    until(lambda: not fronted[0]._exchanges)
+    until(lambda: not two_processes[0]._exchanges)
