@@ -24,7 +24,7 @@ from transformers import (
     AutoProcessor,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -34,6 +34,7 @@ from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError, shown
 from oscar_mm.media.sequence_lengths import read_lengths_once
 from oscar_mm.models import check_source, remedy, source_of, stored_bytes
+from oscar_mm.pipelines import divided_states
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.drafts import add_drafts
 from oscar_mm.pipelines.quantized_checkpoints import (
@@ -62,14 +63,14 @@ _CONFIG_KEYS = (
 _WHOLE = "replicated_with_grad_allreduce"
 """Tensor-parallel style that keeps a full copy of a module on every rank. It differs from having
 no style only in training."""
-_LAYERS = {
+_LAYERS = divided_states.PLAN | {
     name: style
-    for name, style in (Qwen3MoeConfig.base_model_tp_plan or {}).items()
-    if style != _WHOLE
+    for name, style in (Qwen3NextConfig.base_model_tp_plan or {}).items()
+    if style != _WHOLE and ".linear_attn." not in name
 }
 """Tensor-parallel styles of decoder modules, which have the same names in all our families. They
-replace transformers' own plans, which lack Qwen3-VL's layers, lack the sum over experts (5.17), and
-contain rules for the talker that transformers cannot apply (5.23)."""
+replace transformers' own plans, which lack Qwen3-VL's layers, lack the sum over experts (5.17),
+contain rules for the talker that transformers cannot apply (5.23), and leave states whole."""
 
 
 def load(
@@ -142,11 +143,6 @@ def load(
     shared = check_source(source, shared)
     config = _config(source, shared)
     family = _fitting(source, config, pipeline)
-    if placement.tp_plan and layers_of_states(config):
-        raise InputError(
-            f"tp_plan: the states of {config.model_type} cannot be divided among processes; leave "
-            "it out, or pass device_map='auto' to spread the layers over GPUs"
-        )
     target = placement.target
     options = {**model_kwargs, **shared, **placement.arguments(family.auto_class, config)}
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
@@ -179,7 +175,9 @@ def load(
     add_row_adapters(loaded, family.text_part(loaded), adapters)
     if drafts:
         add_drafts(family.text_part(loaded), source, shared)
-    watch(TPGroup.of(loaded))
+    if (ranks := TPGroup.of(loaded)).count > 1:
+        divided_states.keep_own_heads(family.text_part(loaded).get_decoder(), ranks)
+    watch(ranks)
     _set_attention(family, loaded, towers)
     return _checked(source, family(loaded.eval(), processor))
 
@@ -447,6 +445,8 @@ class Placement:
         count = _processes()
         _check_heads(config, count)
         plan = self.tp_plan
+        if layers_of_states(config):
+            divided_states.check(config, count, plan)
         if isinstance(plan, str):
             plan = tensor_plan(meta_model(auto_class, config), count)
         return {"distributed_config": DistributedConfig(tp_size=count, tp_plan=dict(plan))}

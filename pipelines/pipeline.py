@@ -95,8 +95,8 @@ class Pipeline:
             device_map: "auto", or a dict from module to device, to put layers on different GPUs,
                 each layer with its keys and values.
             tp_plan: "auto" for tensor parallelism: each process started by torchrun stores a part
-                of every layer, and the keys and values of its own heads. All processes must make
-                the same requests in the same order, and get the same answers
+                of every layer, and the keys, values and states of its own heads. All processes
+                must make the same requests in the same order, and get the same answers
                 (``oscar_mm.pipelines.loading``).
             dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
             weights: "fp8" or "int4" quantizes the decoder's weights while the model is loaded,

@@ -435,8 +435,8 @@ class Admission:
 
     @property
     def _state_shape(self) -> StateShape:
-        """Shape of the state of every layer that has one."""
-        return StateShape.of(self.model.config, self._dtype)
+        """Shape of the state of every layer that has one, for the heads of this rank."""
+        return StateShape.of(self.model.config, self._dtype, self.store.ranks.count)
 
     @property
     def _dtype(self) -> torch.dtype:

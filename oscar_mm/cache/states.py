@@ -56,19 +56,20 @@ class StateShape(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: Any, dtype: torch.dtype) -> StateShape:
+    def of(cls, config: Any, dtype: torch.dtype, ranks: int = 1) -> StateShape:
         """Return the shapes of Gated DeltaNet layers (Qwen3-Next, Qwen3.5).
 
         Args:
             config: transformers configuration.
             dtype: dtype of the model.
+            ranks: number of ranks that divide the heads.
         """
         text = config.get_text_config(decoder=True)
         heads, keys, values = (
-            *(text.linear_num_value_heads, text.linear_key_head_dim),
+            *(text.linear_num_value_heads // ranks, text.linear_key_head_dim),
             text.linear_value_head_dim,
         )
-        channels = 2 * text.linear_num_key_heads * keys + heads * values
+        channels = 2 * (text.linear_num_key_heads // ranks) * keys + heads * values
         return cls((channels, text.linear_conv_kernel_dim), (heads, keys, values), dtype)
 
     @property

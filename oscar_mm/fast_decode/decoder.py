@@ -57,10 +57,12 @@ KNOWN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer",
 States = tuple[torch.Tensor, ...]
 _SHARDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
-    **dict.fromkeys(("o_proj", "down_proj"), 1),
+    **dict.fromkeys(("in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), 0),
+    **dict.fromkeys(("o_proj", "down_proj", "out_proj"), 1),
 }
 """Products that are divided among ranks, and the dimension: 0 if a rank computes some outputs from
-all inputs, 1 if it computes partial sums of all outputs from some inputs."""
+all inputs, 1 if it computes partial sums of all outputs from some inputs. ``in_proj_qkv`` is cut
+after loading, so it is an ordinary matrix."""
 
 
 def supports(model: Any) -> bool:
@@ -152,9 +154,10 @@ def _has_known_parts(layer: Any) -> bool:
 def _is_sharded_as_known(layer: Any) -> bool:
     """Return whether the layer is either undivided or divided by heads and MLP inner width."""
     divided = {module for module in modules_of(layer) if is_sharded(module)}
-    if is_hybrid(layer):
-        return not divided
-    for block in (layer.self_attn, layer.mlp):
+    names = ("self_attn", "linear_attn", "mlp")
+    if (shared := getattr(layer.mlp, "shared_expert", None)) is not None:
+        divided -= {*modules_of(shared)}  # It runs as its own module.
+    for block in [getattr(layer, name) for name in names if hasattr(layer, name)]:
         products = {one: name for name, one in block.named_children() if name in _SHARDED_BY}
         as_known = {one for one, name in products.items() if is_sharded(one, _SHARDED_BY[name])}
         if as_known and as_known != products.keys():

@@ -31,6 +31,9 @@ CARDS_OF = {
     "vl with biases": 1,
     "vl with experts": 1,
     "omni with a talker": 1,
+    "hybrid": 1,
+    "hybrid with experts": 1,
+    "hybrid language model": 0,
 }
 """How many cards each is shown: of the pocket models so many that pages are packed."""
 QUESTION = "What is the code in picture 5?"
@@ -132,6 +135,27 @@ def asked_more(pipe: OscarVLPipeline, saved: Path) -> dict[str, Any]:
     }
 
 
+def asked_of_states(pipe: OscarVLPipeline, cards: int, saved: Path) -> dict[str, list[list[int]]]:
+    """Token ids of turns of a model with states: after an undo, of a fork and of a loaded chat, and
+    of answers that decode together, of unequal length, while one joins and others end."""
+    questions = ("What is in it?", "And where?", "Why?")
+    with pipe.chat() as chat:
+        for question in questions:
+            shown = [] if chat.turns else CARDS[:cards]
+            chat.ask(question, images=shown, max_new_tokens=6)
+        chat.undo(2)
+        again = chat.ask(questions[2], max_new_tokens=6).token_ids
+        chat.save(saved)
+        with chat.fork() as fork, pipe.load_chat(saved) as loaded:
+            after = [one.ask(questions[1], max_new_tokens=6).token_ids for one in (fork, loaded)]
+    requests = [
+        {"images": CARDS[count : count + cards], "prompt": prompt, "max_new_tokens": 4 + 5 * count}
+        for count, prompt in enumerate(questions)
+    ]
+    batch = [result.answer.token_ids for result in pipe.batch(requests)]
+    return {"turns": [again, *after], "batch": batch}
+
+
 def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None) -> dict[str, Any]:
     """Token ids where steps are recorded, with the same function for a graph; and how many calls.
 
@@ -193,6 +217,10 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
             results[name]["half recorded"] = asked_on_records(pipe, CARDS_OF[name], 1)
         if name == "pocket-omni":
             results[name]["heard"] = heard(pipe)
+        if "hybrid" in name:
+            saved = folder / f"{name}.safetensors"
+            results[name]["of states"] = asked_of_states(pipe, CARDS_OF[name], saved)
+            results[name]["recorded"] = asked_on_records(pipe, CARDS_OF[name], None)
         if name == "omni with a talker":
             try:
                 pipe(prompt="Who speaks?", images=CARDS[:1], speak=True)

@@ -8,17 +8,40 @@ import pytest
 
 from oscar_mm import InputError
 from oscar_mm.pipelines.loading import Placement
-from tests.pipelines.divided import CARDS_OF, asked, asked_more, heard, pipeline, run
+from tests.languages import CHATML, build_language_model
+from tests.pipelines.divided import (
+    CARDS_OF,
+    asked,
+    asked_more,
+    asked_of_states,
+    heard,
+    pipeline,
+    run,
+)
+from tests.pipelines.test_text_models import LINEAR
+from tests.tiny_qwen3_5 import qwen3_5
 
 POCKET = ("pocket-vl", "pocket-llava", "pocket-omni")
+HYBRIDS = ("hybrid", "hybrid with experts", "hybrid language model")
 
 
 @pytest.fixture(scope="module")
-def models(qwen2_5_vl_folder, qwen3_vl_moe_folder, qwen3_omni_talker_folder) -> dict[str, str]:
+def models(
+    qwen2_5_vl_folder, qwen3_vl_moe_folder, qwen3_omni_talker_folder, tmp_path_factory
+) -> dict[str, str]:
+    hybrids = {name: tmp_path_factory.mktemp("hybrid") for name in HYBRIDS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    qwen3_5(hybrids["hybrid"], seed=3, **heads)
+    qwen3_5(hybrids["hybrid with experts"], seed=3, moe=True, **heads)
+    # Its projections are grouped by key head.
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "template": CHATML}
+    fields = LINEAR | experts | heads
+    build_language_model("qwen3_next", hybrids["hybrid language model"], seed=3, **fields)
     tiny = {
         "vl with biases": str(qwen2_5_vl_folder),
         "vl with experts": str(qwen3_vl_moe_folder),
         "omni with a talker": str(qwen3_omni_talker_folder),
+        **{name: str(folder) for name, folder in hybrids.items()},
     }
     return dict(zip(POCKET, POCKET, strict=True)) | tiny
 
@@ -50,7 +73,7 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
         held, whole = found[name]["memory"], expected["memory"]
         assert held["ranks"] == 2 and whole["ranks"] == 1
         assert 2 * held["bf16_bytes"] == whole["bf16_bytes"]
-        for kind in ("codes", "scales", "norms", "tails"):
+        for kind in ("codes", "scales", "norms", "tails", "states", "marks"):
             assert 2 * held["by_kind"][kind] == whole["by_kind"][kind]
         assert "each of the 2 ranks stores the same amount" in found[name]["printed"]
     assert whole["by_kind"]["codes"] > 0 or name not in POCKET
@@ -62,6 +85,13 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
         # By chance, but by one chance.
         assert ranks[0][name]["sampled"] == ranks[1][name]["sampled"]
         assert ranks[0][name]["sampled"][0] != ranks[0][name]["sampled"][1]
+    if name in HYBRIDS:
+        assert held["by_kind"]["states"] > 0
+        steps = asked_of_states(alone, CARDS_OF[name], tmp_path / "chat.safetensors")
+        for found in ranks:
+            assert found[name]["of states"] == steps
+            assert found[name]["recorded"]["turns"] == expected["turns"]
+            assert found[name]["recorded"]["replays"] > 8
     if name == "pocket-omni":
         assert [found[name]["heard"] for found in ranks] == 2 * [heard(alone)]
 
@@ -88,7 +118,7 @@ def test_what_ranks_cannot_do_is_refused(ranks) -> None:
 @pytest.mark.slow
 def test_a_rank_reads_its_own_file_only(ranks, folder) -> None:
     names = ["chat.0-of-2.safetensors", "chat.1-of-2.safetensors"]
-    assert sorted(path.name for path in folder.glob("*.safetensors")) == names
+    assert sorted(path.name for path in folder.glob("chat.*.safetensors")) == names
     alone = pipeline("pocket-vl", "pocket-vl", device="cpu")
     with pytest.raises(InputError, match=r"another model.*rank 0 of 2"):
         alone.load_chat(folder / names[0])

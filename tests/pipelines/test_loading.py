@@ -20,12 +20,15 @@ from transformers import (
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.models import bundled
+from oscar_mm.pipelines import loading
 from oscar_mm.pipelines.families.llava_next import LlavaNext
+from oscar_mm.pipelines.families.qwen3_5 import Qwen3_5
 from oscar_mm.pipelines.families.qwen3_omni import Qwen3Omni
 from oscar_mm.pipelines.families.qwen3_vl import Qwen3VL
 from oscar_mm.pipelines.loading import Placement, meta_model, tensor_plan
 from oscar_mm.policy import DEFAULT
 from tests.prompts import REQUESTS
+from tests.tiny_qwen3_5 import qwen3_5
 
 REQUEST = REQUESTS["two images"]
 
@@ -326,6 +329,24 @@ def test_experts() -> None:
 
 def test_experts_that_cannot_be_cut(qwen3_vl_moe_folder) -> None:
     assert divided(plan_of(Qwen3VL, qwen3_vl_moe_folder)) == {*ATTENTION, "lm_head"}
+
+
+def test_states_are_divided_by_heads(qwen3_5_moe_folder) -> None:
+    plan = plan_of(Qwen3_5, qwen3_5_moe_folder)
+    linear = {"in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
+    experts = {"experts", "gate_up_proj"}
+    assert divided(plan) == {*ATTENTION, *MLP, *linear, *experts, "lm_head"}
+    shared = "model.language_model.layers.*.mlp.shared_expert"
+    assert plan[f"{shared}.up_proj"] == "colwise" and plan[f"{shared}.down_proj"] == "rowwise"
+
+
+def test_states_that_cannot_be_divided(tmp_path, monkeypatch) -> None:
+    qwen3_5(tmp_path, seed=1, num_attention_heads=4, num_key_value_heads=4)
+    monkeypatch.setattr(loading, "_processes", lambda: 4)
+    with pytest.raises(InputError, match=r"a plan of your own .* of qwen3_5: pass 'auto'$"):
+        OscarVLPipeline(tmp_path, tp_plan={"lm_head": "colwise_gather_output"})
+    with pytest.raises(InputError, match=r"2 key heads .* among 4 processes: start 1 or 2$"):
+        OscarVLPipeline(tmp_path, tp_plan="auto")
 
 
 def test_the_talker_stays_whole(qwen3_omni_talker_folder) -> None:

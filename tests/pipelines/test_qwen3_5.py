@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm import OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.engine import prefill as prefill_module
 from oscar_mm.engine.decode_runner import decode
@@ -15,7 +15,6 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import Sampling
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.media.encoder_inputs import scaled_inputs
-from oscar_mm.pipelines import loading
 from tests.pipelines.conftest import NEVER, exact
 from tests.prompts import REQUESTS, Reference, Request, clip, noise
 
@@ -127,9 +126,3 @@ def test_packed_pages_are_read_like_their_copy(both, policy: str) -> None:
             torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)
     finally:
         model.set_attn_implementation({"text_config": "oscar"})
-
-
-def test_states_are_not_divided_among_processes(qwen3_5_folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr(loading, "_processes", lambda: 2)
-    with pytest.raises(InputError, match=r"tp_plan: the states of qwen3_5 cannot.*device_map"):
-        OscarVLPipeline(qwen3_5_folder, tp_plan="auto")

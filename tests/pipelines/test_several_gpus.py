@@ -15,11 +15,13 @@ from tests.pipelines.divided import (
     QUESTION,
     asked,
     asked_more,
+    asked_of_states,
     captures,
     heard,
     pipeline,
     run,
 )
+from tests.tiny_qwen3_5 import qwen3_5
 
 POCKET = ("pocket-vl", "pocket-llava", "pocket-omni")
 DECODER = "model.language_model"
@@ -132,6 +134,25 @@ def test_heads_on_two_gpus(dtype, tmp_path) -> None:
     assert found[0]["pocket-vl"] != found[1]["pocket-vl"]  # devices
     assert found[0]["pocket-vl"]["sampled"] == found[1]["pocket-vl"]["sampled"]
     assert [rank["pocket-omni"]["heard"] for rank in found] == 2 * [heard(one)]
+
+
+def test_states_on_two_gpus(tmp_path) -> None:
+    folder, name = tmp_path / "model", "hybrid"
+    # The kernel of Gated DeltaNet takes heads of 64 channels.
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_key_head_dim": 64}
+    qwen3_5(folder, seed=3, linear_value_head_dim=64, **heads)
+    alone = pipeline(name, str(folder), "float32", device="cuda:0")
+    expected = asked(alone, CARDS_OF[name])
+    steps = asked_of_states(alone, CARDS_OF[name], tmp_path / "chat.safetensors")
+    for dtype in ("float32", "bfloat16"):
+        found, _ = run(tmp_path, dtype, {name: str(folder)})
+        assert found[0][name]["turns"] == found[1][name]["turns"]
+        for rank in found:
+            assert (rank[name]["captures"] > 0) == (dtype == "bfloat16")
+            # Sums of parts are rounded otherwise, and random weights prefer no token by much.
+            if dtype == "float32":
+                assert rank[name]["turns"] == expected["turns"]
+                assert rank[name]["of states"] == steps
 
 
 def test_benchmark(tmp_path) -> None:
