@@ -39,7 +39,8 @@ _UNBALANCED = (
 )
 _FORGET = (
     "forget: the states of linear-attention layers include these tokens, and no token can be "
-    "removed from a state; remove the latest turns instead, or start again without them"
+    "removed from a state; undo() all turns since, crop to an earlier mark(), or start again "
+    "without them"
 )
 _CROP = (
     "crop to {:,} tokens: linear-attention layers have copies of their states only at the marked "

@@ -262,7 +262,8 @@ class ChatFormat:
             if any(placeholder in before for placeholder in self.placeholders):
                 raise InputError(
                     "the chat template of this checkpoint writes all media at the beginning of a "
-                    "conversation: show them in the first turn, or start a new chat"
+                    "conversation: show them in the first turn, or start a new chat; a request "
+                    "that passes messages may show them in any turn"
                 )
             if answer:
                 return answer + after

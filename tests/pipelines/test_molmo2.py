@@ -91,7 +91,7 @@ def test_media_in_later_turns_are_refused(one: Pictures) -> None:
     chat = one.pipe.chat()
     chat.ask("What is it?", SHOWN[:1], max_new_tokens=2)
     for later in ({"images": SHOWN[1:2]}, {"videos": [clip(3)]}):
-        with pytest.raises(InputError, match=r"all media at the beginning.*in the first turn"):
+        with pytest.raises(InputError, match=r"all media at the beginning.*first turn.*messages"):
             chat.ask("And this?", **later, max_new_tokens=2)
     chat.undo()
     again = chat.ask("What are they?", SHOWN[:2], max_new_tokens=4)
