@@ -6,8 +6,8 @@ so this does not depend on vLLM's model runners, which number requests in differ
 rows.
 
 Supports vLLM 0.25 to 0.33. Versions differ in how they get the block size: newer ones ask the
-backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``)
-and, for hybrid models, the platform (``oscar_mm.vllm_plugin.hybrid``).
+backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``),
+after vLLM has set another block size for hybrid models (``oscar_mm.vllm_plugin.hybrid``).
 """
 
 # pyright: reportMissingImports=false
@@ -223,6 +223,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
 
     Attributes:
         attention: implementation of the attention.
+        token_bytes: bytes per token of the layer's pages.
         is_loaded: whether vLLM has reported that the weights are loaded.
         is_draft: whether the layer belongs to a draft model, which vLLM creates once the weights of
             the target model are loaded.
@@ -268,7 +269,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             raise _unsupported(refused)
         OscarBackend.settings = found = Settings.of(config.additional_config)
         OscarBackend.config = config
-        self._token_bytes = found.token_bytes(self.num_kv_heads, head_size)
+        self.token_bytes = self.num_kv_heads * found.token_bytes(self.num_kv_heads, head_size)
         self._policy = found.policy
         # Done here, where vLLM's configuration, which may set the version, is available.
         flash = partial(flash_attention, version=get_flash_attn_version(head_size=head_size))
@@ -315,9 +316,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self.make_rings(device, act_dtype)
         # A sleeping vLLM keeps only the buffers of layers.
         layer.register_buffer(_BALANCING, self.attention.sigma, persistent=False)
-        if not _ASKS_BACKEND:
+        if is_first and not _ASKS_BACKEND:
             layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportArgumentType]
-            hybrid.align_for(OscarBackend)
+            hybrid.align_states(get_current_vllm_config())
 
     def make_rings(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate memory for the tokens in the rings of all running requests."""
@@ -346,13 +347,14 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     def _spec(self, vllm_config: VllmConfig) -> Any:
         from vllm.v1.kv_cache_interface import TQFullAttentionSpec  # our pages are opaque bytes too
 
+        hybrid.align_blocks(vllm_config)
         return TQFullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             head_size_v=self.head_size,
             dtype=torch.uint8,
-            tq_slot_size=self._token_bytes,
+            tq_slot_size=self.token_bytes // self.num_kv_heads,
         )
 
     def forward(
