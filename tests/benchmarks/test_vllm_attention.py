@@ -26,6 +26,22 @@ def test_options_of_both_kinds(tmp_path) -> None:
     assert theirs["enable_prefix_caching"] and not ours["enable_prefix_caching"]
 
 
+def test_hybrids_read_their_prompts(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder("qwen3.5-9b", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert config["text_config"]["mamba_ssm_dtype"] == "float32"
+    assert config["text_config"]["layer_types"].count("full_attention") == 8
+    how = {"filled": True, "hybrid": True, "sizes": (1, 2)}
+    for flashinfer, expected in ((None, {"gdn_prefill_backend": "triton"}), (object(), {})):
+        monkeypatch.setattr(vllm_attention, "find_spec", lambda _, found=flashinfer: found)
+        theirs = engine_options("auto", folder, 2048, **how)
+        assert theirs["additional_config"] == expected
+        assert theirs["max_num_seqs"] == 2 and "kv_transfer_config" not in theirs
+        ours = engine_options("standard", folder, 2048, **how)
+        assert ours["additional_config"] == expected | {"oscar_mm": {"policy": "standard"}}
+
+
 def test_formats_of_weights(tmp_path) -> None:
     """vLLM quantizes to FP8 itself; INT4 is what the configuration says."""
     for form in ("fp8", "int4"):
