@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from oscar_mm.errors import InputError
@@ -19,6 +21,11 @@ _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 _DOMAINS = "--allowed-media-domains"
 _NO_DOMAIN = "remote-media-are-off.invalid"
 """A host name that cannot exist, because .invalid is reserved (RFC 2606)."""
+_BACKEND = "CUSTOM"
+_OF_WINDOWS = {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}
+_TAKES_KINDS = (0, 33)
+"""First version of vLLM in which kinds of layers can have different attention."""
+_DRAFTS = "--speculative-config"
 _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
     "kv_budget": lambda size: ["--kv-cache-memory-bytes", str(size)],
     "max_context": lambda tokens: ["--max-model-len", str(tokens)],
@@ -67,7 +74,8 @@ def vllm_arguments(
         host, port: address to listen on.
         options: other options that the user has set, by name, with ``kv_budget`` in bytes; vLLM's
             defaults apply to options that are not set.
-        passed: further arguments for vLLM; they come last, so they override the others.
+        passed: further arguments for vLLM; they come last, so they override the others. Drafts get
+            our attention too, unless these arguments name another.
         has_key: whether clients must send an API key; without a key, web pages cannot use the
             server unless ``allow_origin`` is set.
 
@@ -80,7 +88,8 @@ def vllm_arguments(
     if source != model and "served_model_name" not in options:
         arguments += ["--served-model-name", model]
     arguments += ["--host", host, "--port", str(port)]
-    arguments += ["--attention-backend", "CUSTOM", "--block-size", str(PAGE_TOKENS)]
+    arguments += ["--attention-backend", _BACKEND, "--block-size", str(PAGE_TOKENS)]
+    arguments += _window_arguments(passed)
     arguments += ["--additional-config", json.dumps(additional_config(policy))]
     domains = options.get("allowed_media_domains") or []
     if below := [name for name in domains if name.startswith("*.")]:
@@ -98,7 +107,63 @@ def vllm_arguments(
         if name in _ARGUMENTS:
             arguments += _ARGUMENTS[name](value)
     arguments += _prefix_arguments(options.get("prefix_cache"))
-    return [*arguments, *passed]
+    return [*arguments, *_with_draft_attention(passed)]
+
+
+def _window_arguments(passed: Sequence[str]) -> list[str]:
+    """Return arguments that leave layers with sliding windows to vLLM, which our pages lack.
+
+    There are none if the user chooses attention, or if all layers of this vLLM have the same.
+    """
+    if _option_names(passed) & {"--attention-config", "-ac"} or _vllm_version() < _TAKES_KINDS:
+        return []
+    return ["--attention-config", json.dumps(_OF_WINDOWS)]
+
+
+def _with_draft_attention(passed: Sequence[str]) -> list[str]:
+    """Return vLLM's arguments with our attention for drafts, if they ask for drafts.
+
+    vLLM's own attention would have larger blocks, which make those of the model larger too.
+    """
+    found = list(passed)
+    for place, argument in enumerate(found):
+        name, equals, value = argument.partition("=")
+        if name not in (_DRAFTS, "-sc"):
+            continue
+        if equals:
+            found[place] = f"{name}={_with_backend(value)}"
+        elif place + 1 < len(found):
+            found[place + 1] = _with_backend(found[place + 1])
+        return found
+    if any(argument.startswith(f"{_DRAFTS}.") for argument in found):
+        # vLLM makes one object of such arguments, and takes the last of two equal ones.
+        return [f"{_DRAFTS}.attention_backend", _BACKEND, *found]
+    if _option_names(found) & {"--spec-method", "--spec-model"}:
+        return [_DRAFTS, _with_backend("{}"), *found]
+    return found
+
+
+def _with_backend(drafts: str) -> str:
+    """Return a JSON object about drafts with our attention, unless it names another."""
+    try:
+        given = json.loads(drafts)
+    except ValueError:
+        return drafts  # vLLM says what is wrong.
+    if not isinstance(given, dict):
+        return drafts
+    return json.dumps({"attention_backend": _BACKEND} | given)
+
+
+def _option_names(passed: Sequence[str]) -> set[str]:
+    return {re.split("[=.]", argument)[0] for argument in passed}
+
+
+def _vllm_version() -> tuple[int, ...]:
+    """Return the first two numbers of the version of vLLM; (0, 0) if it is not installed."""
+    try:
+        return tuple(int(number) for number in re.findall(r"\d+", version("vllm"))[:2])
+    except PackageNotFoundError:
+        return 0, 0
 
 
 def _prefix_arguments(size: str | None) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm.apps.options import KEY_VARIABLE
+from oscar_mm.apps.serve import vllm_server
 from oscar_mm.apps.serve.vllm_server import vllm_arguments
 from oscar_mm.cli import run
 from oscar_mm.errors import InputError
@@ -24,6 +25,12 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 print(json.dumps(shown), flush=True)
 signal.pause()
 """
+
+
+@pytest.fixture(autouse=True)
+def older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.25, where vLLM is installed and where it is not."""
+    monkeypatch.setattr(vllm_server, "version", lambda _: "0.25.0")
 
 
 def arguments(*passed: str, model: str = "org/model", policy: str = "standard", **options) -> list:
@@ -88,6 +95,45 @@ def test_names_origins_and_levels() -> None:
     assert found[found.index("--enable-lora") :][1:4] == ["--lora-modules", "c=./c", "d=./d"]
     assert json.loads(value(found, "--allowed-origins")) == origins
     assert value(found, "--uvicorn-log-level") == "warning"
+
+
+def test_layers_with_windows_stay_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer vLLM lets kinds of layers have different attention; what users choose stays."""
+    assert "--attention-config" not in arguments()
+    monkeypatch.setattr(vllm_server, "version", lambda _: "0.33.1rc2")
+    kinds = json.loads(value(arguments(), "--attention-config"))
+    assert kinds == {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}
+    for chosen in (["--attention-config", "{}"], ["-ac={}"], ["--attention-config.backend", "X"]):
+        found = arguments(*chosen)
+        assert found[-len(chosen) :] == chosen and len(found) == 16 + len(chosen)
+
+
+OWN = {"attention_backend": "CUSTOM"}
+
+
+@pytest.mark.parametrize(
+    ("passed", "expected"),
+    [
+        (["--speculative-config", '{"method": "mtp"}'], OWN | {"method": "mtp"}),
+        (["-sc", '{"method": "mtp"}', "--seed", "1"], OWN | {"method": "mtp"}),
+        (["--speculative-config", '{"attention_backend": "auto"}'], {"attention_backend": "auto"}),
+        (["--spec-method", "mtp", "--spec-tokens", "2"], OWN),
+    ],
+)
+def test_drafts_have_our_attention(passed: list[str], expected: dict) -> None:
+    """Unless the user chooses another."""
+    found = arguments(*passed)
+    option = "-sc" if "-sc" in passed else "--speculative-config"
+    assert json.loads(value(found, option)) == expected
+    assert {x for x in passed if x.startswith("--")} <= set(found)
+
+
+def test_drafts_in_other_notations() -> None:
+    assert arguments('-sc={"method": "mtp"}')[-1] == "-sc=" + json.dumps(OWN | {"method": "mtp"})
+    words = ["--speculative-config.method", "mtp"]
+    assert arguments(*words)[-4:] == ["--speculative-config.attention_backend", "CUSTOM", *words]
+    for wrong in (["-sc", "{"], ["-sc", "[]"], ["-sc"], ["-sc="]):  # vLLM says what is wrong.
+        assert arguments(*wrong)[-len(wrong) :] == wrong
 
 
 @pytest.mark.parametrize("policy", ["quarot", "standard:bits=2", "standard:window=0"])
