@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
@@ -31,7 +32,7 @@ from benchmarks.loop_prompts import SIDE, VLLMPrompts, asked, texts
 from benchmarks.random_model import RANDOM_MODELS, endless_pipeline
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from benchmarks.vllm_attention import engine_options, model_folder, tokens_of
-from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
+from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, wait_to_begin, write_rows
 from oscar_mm.apps.server_process import freeze_loaded, short_thread_turns
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.warm_up import warm_up
@@ -375,6 +376,9 @@ def child(spec: dict[str, Any]) -> None:
     """Run the loads of one engine, and write a line of JSON to a file for each row."""
     loops = [Loop(**loop) for loop in spec["loops"]]
     if spec["engine"] == VLLM:
+        import_module("vllm")
+    wait_to_begin(spec)
+    if spec["engine"] == VLLM:
         measure = vllm_engine(loops, Path(spec["folder"]))
     else:
         measure = our_engine(
@@ -390,12 +394,17 @@ def child(spec: dict[str, Any]) -> None:
     write_rows(spec["rows"], rows())
 
 
+def with_error(spec: dict[str, Any], rows: list[Row], error: str | None) -> list[Row]:
+    """Return the rows of a child process, and one more with its error, if any."""
+    if error is None:
+        return rows
+    model = spec["loops"][0]["model"]
+    return [*rows, {"engine": spec["engine"], "model": model, "error": error}]
+
+
 def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
     """Return the rows of a child process; if it fails or times out, the last row is an error."""
-    found, error = rows_of_child("benchmarks.client_loop", spec, seconds)
-    if error:
-        found.append({"engine": spec["engine"], "model": spec["loops"][0]["model"], "error": error})
-    return found
+    return with_error(spec, *rows_of_child("benchmarks.client_loop", spec, seconds))
 
 
 def ratios(rows: Iterable[Row]) -> Iterator[tuple[str, float, float | None]]:

@@ -1,44 +1,53 @@
 """Compare our decode steps and batches with those of transformers and vLLM in a single run.
 
 python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--weights bf16,fp8,int4]
-    [--contexts 2048,32768,131072]
+    [--contexts 2048,32768,131072] [--limit 600]
 
 Other benchmarks run one after another in their own processes: ``decode_step`` and ``throughput``
 for our caches and those of transformers, ``client_loop`` for many clients with short prompts, and
-``vllm_attention`` if vLLM is installed.
+``vllm_attention`` if vLLM is installed. Each process imports while the one before it measures.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import client_loop
+from benchmarks import client_loop, vllm_attention
 from benchmarks.cache_variants import VARIANTS
 from benchmarks.decode_step import COMPILED, COMPILED_CELL
 from benchmarks.random_model import RANDOM_MODELS
 from benchmarks.record import Record, Row, command, device_name, finish, parser, show
+from benchmarks.vllm_process import Child, vllm_versions
 
 MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
-CLIENTS = ("--prompts", "2000", "--clients", "64")
-"""Arguments of ``client_loop``; more loads are measured by calling it directly."""
-SMALL_CLIENTS = ("--prompts", "40", "--clients", "2", "--new-tokens", "4", "--seconds", "1")
+CLIENTS = {"prompt": 2000, "new_tokens": 400, "clients": 64}
+"""Load of ``client_loop``; more loads are measured by calling it directly."""
+SMALL_CLIENTS = {"prompt": 40, "new_tokens": 4, "clients": 2}
+PART_SECONDS = 590.0
+"""Time limit of each process, in seconds."""
 WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
 """Caches to measure with a single sequence; ``FULL_WAYS`` are the caches for full memory."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
 ATTENTIONS = {
     "auto": "vLLM, bf16",
     "fp8": "vLLM, fp8",
-    "int4_per_token_head": "vLLM, int4 per token and head",
-    "turboquant_k3v4_nc": "vLLM, TurboQuant k3v4_nc",
     "turboquant_3bit_nc": "vLLM, TurboQuant 3bit_nc",
+    "turboquant_k3v4_nc": "vLLM, TurboQuant k3v4_nc",
+    "int4_per_token_head": "vLLM, int4 per token and head",
     "standard": "vLLM, our standard pages",
 }
 """Titles of the attentions of ``vllm_attention``. The row of an attention that the installed vLLM
@@ -57,15 +66,26 @@ NOTES = [
 ]
 
 
-def measured(name: str, arguments: Sequence[str]) -> list[Row]:
-    """Run another benchmark in its own process and return its rows, or a row with its error."""
+def measured(name: str, arguments: Sequence[str], seconds: float = PART_SECONDS) -> list[Row]:
+    """Run another benchmark in its own process; return its rows, the last with its error, if any.
+
+    Args:
+        name: name of the benchmark, which writes its record after each row.
+        arguments: its command line.
+        seconds: maximum time, in seconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--out", folder]
-        code = subprocess.run(line, check=False).returncode
+        try:
+            code = subprocess.run(line, check=False, timeout=seconds).returncode
+            error = None
+        except subprocess.TimeoutExpired:
+            code, error = 1, f"more than {seconds:.0f} s"
         files = list(Path(folder).glob(f"{name}-*.json"))
-        if files:
-            return Record.load(files[0]).rows
-    return [{"model": "", "way": name, "error": f"exit code {code}"}]
+        found = Record.load(files[0]).rows if files else []
+    if error or not files:
+        found.append({"model": "", "way": name, "error": error or f"exit code {code}"})
+    return found
 
 
 def of_loops(rows: Iterable[Row], *, full: bool) -> Iterator[Row]:
@@ -109,25 +129,121 @@ def named(models: str, weights: str) -> str:
     return ",".join(name if form == "bf16" else f"{name}-{form}" for name, form in pairs)
 
 
-def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[Row]:
-    """Yield the rows of our caches and of all installed peers."""
-    small = ["--tiny"] if tiny else []
+class Part(NamedTuple):
+    """Part of a run: a process of another benchmark.
+
+    Attributes:
+        name: name of the benchmark.
+        spec: argument of the process, see ``Child``.
+        rows: function that converts its rows and its error, if any.
+    """
+
+    name: str
+    spec: dict[str, Any]
+    rows: Callable[[list[Row], str | None], Iterator[Row]]
+
+
+def of_clients(spec: dict[str, Any], rows: list[Row], error: str | None) -> Iterator[Row]:
+    """Convert rows of ``client_loop``."""
+    for row in client_loop.with_error(spec, rows, error):
+        yield row | {"method": row["engine"]}
+
+
+def of_attention(spec: dict[str, Any], rows: list[Row], error: str | None) -> Iterator[Row]:
+    """Convert rows of ``vllm_attention``."""
+    return of_vllm(vllm_attention.with_error(spec, rows, error))
+
+
+def parts_of(options: argparse.Namespace, models: Sequence[str]) -> Iterator[Part]:
+    """Yield the parts that run in a ``Child``: many clients, and vLLM's attentions."""
+    has_vllm = not options.tiny and find_spec("vllm") is not None
+    load = SMALL_CLIENTS if options.tiny else CLIENTS
+    place = {"device": "cuda" if torch.cuda.is_available() else "cpu", "tiny": options.tiny}
+    for model in models:
+        loops = [asdict(client_loop.Loop(model, seconds=options.seconds, **load))]
+        for engine in (client_loop.OURS, client_loop.VLLM)[: 1 + has_vllm]:
+            spec = {"engine": engine, "loops": loops, **place}
+            yield Part("client_loop", spec, partial(of_clients, spec))
+        lengths = {
+            name: [int(x) for x in getattr(options, name).split(",")]
+            for name in ("contexts", "full")
+        }
+        for attention in ATTENTIONS if has_vllm else ():
+            spec = {"model": model, "attention": attention, "prompts": False, **lengths}
+            yield Part("vllm_attention", spec, partial(of_attention, spec))
+
+
+class Clock:
+    """Time that a run has left.
+
+    Args:
+        seconds: maximum time of the run, in seconds; None for no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else self._now() + seconds
+
+    def _now(self) -> float:
+        return perf_counter()
+
+    @property
+    def left(self) -> float:
+        """Maximum time of a part that begins now, in seconds."""
+        return PART_SECONDS if self._end is None else min(PART_SECONDS, self._end - self._now())
+
+
+class Parts:
+    """Parts that run one after the other; while one runs, the next one imports.
+
+    Args:
+        parts: the parts; the first one begins to import at once.
+    """
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._waiting = [*parts]
+        self._following = self._started()
+
+    def _started(self) -> tuple[Part, Child] | None:
+        if not self._waiting:
+            return None
+        part = self._waiting.pop(0)
+        return part, Child(f"benchmarks.{part.name}", part.spec)
+
+    def rows(self, clock: Clock) -> Iterator[Row]:
+        """Run the parts and yield their rows."""
+        while self._following is not None:
+            (part, child), self._following = self._following, self._started()
+            if clock.left > 0:
+                yield from part.rows(*child.finish(clock.left))
+            else:
+                child.stop()
+                yield from part.rows([], "the run's --limit left no time")
+
+    def close(self) -> None:
+        """End the part that has not begun, if any."""
+        if self._following is not None:
+            self._following[1].stop()
+
+
+def all_rows(options: argparse.Namespace, models: str) -> Iterator[Row]:
+    """Yield the rows of our caches and of all installed peers.
+
+    Args:
+        options: parsed command line.
+        models: names of the models, comma-separated.
+    """
+    small, contexts, clock = ["--tiny"] * options.tiny, options.contexts, Clock(options.limit)
     steps = ["--models", models, "--contexts", contexts, "--ways", ",".join(WAYS), *small]
-    yield from of_loops(measured("decode_step", steps), full=False)
+    yield from of_loops(measured("decode_step", steps, clock.left), full=False)
+    with closing(Parts(parts_of(options, models.split(",")))) as parts:
+        batches = ["--models", models, "--contexts", options.full, "--ways", ",".join(FULL_WAYS)]
+        yield from of_loops(measured("throughput", [*batches, *small], clock.left), full=True)
+        yield from parts.rows(clock)
     model, context = COMPILED_CELL
-    if not tiny and model in models.split(",") and str(context) in contexts.split(","):
+    compiles = model in models.split(",") and str(context) in contexts.split(",")
+    if compiles and not options.tiny and clock.left > 0:
         cell = ["--models", model, "--contexts", str(context), "--ways", COMPILED]
-        yield from of_loops(measured("decode_step", cell), full=False)
-    batches = ["--models", models, "--contexts", full, "--ways", ",".join(FULL_WAYS), *small]
-    yield from of_loops(measured("throughput", batches), full=True)
-    clients = SMALL_CLIENTS if tiny else CLIENTS
-    for row in measured("client_loop", ["--models", models, *clients, *small]):
-        yield row | {"method": row.get("engine", row.get("way", ""))}
-    if tiny or find_spec("vllm") is None:
-        return
-    for model, attention in product(models.split(","), ATTENTIONS):
-        line = ["--model", model, "--contexts", contexts, "--full", full, "--attention", attention]
-        yield from of_vllm(measured("vllm_attention", line))
+        yield from of_loops(measured("decode_step", cell, clock.left), full=False)
 
 
 def best(rows: Iterable[Row]) -> Iterator[tuple[str, str, float]]:
@@ -191,6 +307,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     add("--contexts", default=CONTEXTS, help="tokens of a single sequence, comma-separated")
     add("--full", default=FULL, help="contexts at full memory, comma-separated")
+    add("--seconds", type=float, default=20.0, help="seconds of the clients' load")
+    add("--limit", type=float, help="time of the whole run, in seconds; what is left is cut off")
     add("--tiny", action="store_true", help="trial run with tiny models, without vLLM")
     options = options_parser.parse_args(arguments)
     models = named(options.models, options.weights)
@@ -199,11 +317,16 @@ def main(arguments: Sequence[str]) -> int:
         options_parser.error(f"--models, --weights: there is no {min(unknown)}; there are {known}")
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     line, rows = command("benchmarks.peers", arguments), list[Row]()
-    record = Record("peers", line, device, rows, NOTES, extra={"complete": False})
-    for row in all_rows(models, options.contexts, options.full, tiny=options.tiny):
+    extra: dict[str, Any] = {"complete": False, "seconds": 0.0}
+    has_vllm = not options.tiny and find_spec("vllm") is not None
+    record, start = Record("peers", line, device, rows, NOTES, extra=extra), perf_counter()
+    if has_vllm:
+        record.versions = vllm_versions()
+    for row in all_rows(options, models):
         rows.append(row)
+        extra["seconds"] = round(perf_counter() - start, 1)
         record.write(options.out)  # Keep the results even if the run is interrupted.
-    record.extra["complete"] = True
+    extra["complete"] = True
     report(rows)
     finish(record, options.out)
     return int(any("error" in row for row in rows))

@@ -24,14 +24,14 @@ from typing import Any, get_args
 
 from benchmarks.random_model import FAMILIES, RANDOM_MODELS, Released
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
-from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
+from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, wait_to_begin, write_rows
 from oscar_mm.policy import KVPolicy
 from oscar_mm.vllm_plugin import additional_config
 
 _TOKENS = 264
 _BEGUN = 4
 """Number of tokens to generate for each sequence before steps are timed."""
-_SECONDS = 10.0
+_SECONDS = 6.0
 """Seconds of timed steps after which a run ends, for attention that is slow."""
 _WARM = 32
 """Number of tokens to generate once before steps are timed."""
@@ -322,9 +322,16 @@ def prompt_rows(llm: Any) -> Iterator[Row]:
 
 
 def child(spec: dict[str, Any]) -> None:
-    """Measure one attention, and write a line of JSON to a file for each row."""
+    """Measure one attention, and write a line of JSON to a file for each row.
+
+    For an attention that the installed vLLM lacks, the only row is an error.
+    """
+    if error := missing(spec["attention"]):
+        write_rows(spec["rows"], with_error(spec, [], error))
+        return
     from vllm import LLM
 
+    wait_to_begin(spec)
     folder = model_folder(spec["model"], Path(spec["folder"]))
     filled = not spec["prompts"]
     longest = max([*spec["contexts"], *spec["full"], _LONG])
@@ -340,18 +347,17 @@ def child(spec: dict[str, Any]) -> None:
     write_rows(spec["rows"], (common | row for row in rows))
 
 
-def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
-    """Return the rows of a child process; if it fails or times out, the last row is an error.
-
-    For an attention that the installed vLLM lacks, the only row is an error, without a child.
-    """
-    found, error = list[Row](), missing(spec["attention"])
+def with_error(spec: dict[str, Any], rows: list[Row], error: str | None) -> list[Row]:
+    """Return the rows of a child process, and one more with its error, if any."""
     if error is None:
-        found, error = rows_of_child("benchmarks.vllm_attention", spec, seconds)
-    if error:
-        common = {"model": spec["model"], "attention": spec["attention"]}
-        found.append(common | {"what": "prompts" if spec["prompts"] else "decode", "error": error})
-    return found
+        return rows
+    common = {"model": spec["model"], "attention": spec["attention"]}
+    return [*rows, common | {"what": "prompts" if spec["prompts"] else "decode", "error": error}]
+
+
+def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
+    """Return the rows of a child process; if it fails or times out, the last row is an error."""
+    return with_error(spec, *rows_of_child("benchmarks.vllm_attention", spec, seconds))
 
 
 def bounds(rows: Iterable[Row]) -> Iterator[tuple[str, float, float]]:

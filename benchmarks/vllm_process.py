@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from benchmarks.record import Row, versions
 
 CHILD = "--child"
 """First argument of a benchmark that runs as such a process; the second argument is JSON text."""
+_POLL_SECONDS = 0.05
 _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,9 +38,16 @@ def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
         spec: argument of the child process, passed as JSON.
         seconds: maximum time, in seconds.
     """
+    return _ended(_started(module, spec), seconds)
+
+
+def _started(module: str, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     line = [sys.executable, "-m", module, CHILD, json.dumps(spec)]
     # A session of its own, so that all of vLLM's processes can be killed and free the GPU's memory.
-    process = subprocess.Popen(line, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
+    return subprocess.Popen(line, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> str | None:
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -50,21 +59,57 @@ def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
     return f"exit code {code}" if code else None
 
 
+class Child:
+    """Child process that runs a benchmark's module: it imports, then waits until it may begin.
+
+    So a process can import while another one uses the GPU.
+
+    Args:
+        module: name of the module, which calls ``wait_to_begin`` before it uses the GPU.
+        spec: argument of the child process; "rows", the file for ``write_rows``, "folder", a path
+            for the files of a model, "begin", the file that lets it begin, and "parent", the id of
+            this process, are added to it.
+    """
+
+    def __init__(self, module: str, spec: dict[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        self._rows, self._begin = folder / "rows", folder / "begin"
+        self._rows.touch()
+        paths = {"rows": str(self._rows), "begin": str(self._begin), "folder": f"{folder}/model"}
+        self._process = _started(module, spec | paths | {"parent": os.getpid()})
+
+    def finish(self, seconds: float) -> tuple[list[Row], str | None]:
+        """Let the process begin; return its rows when it ends, and its error, if any.
+
+        Args:
+            seconds: maximum time from now on, in seconds.
+        """
+        with self._folder:
+            self._begin.touch()
+            error = _ended(self._process, seconds)
+            return [json.loads(row) for row in self._rows.read_text().splitlines()], error
+
+    def stop(self) -> None:
+        """End a process that is no longer needed."""
+        with self._folder:
+            _ended(self._process, 0)
+
+
+def wait_to_begin(spec: dict[str, Any]) -> None:
+    """Wait, in the child process, until it may begin; exit if its parent has ended."""
+    begin = Path(spec["begin"])
+    while not begin.exists():
+        if os.getppid() != spec["parent"]:
+            sys.exit("the benchmark that started this process has ended")
+        sleep(_POLL_SECONDS)
+
+
 def rows_of_child(
     module: str, spec: dict[str, Any], seconds: float
 ) -> tuple[list[Row], str | None]:
-    """Run a benchmark's module in a child process, and return its rows and its error, if any.
-
-    Args:
-        module, seconds: see ``run_child``.
-        spec: argument of the child process; "rows", the file for ``write_rows``, and "folder", a
-            path for the files of a model, are added to it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows"
-        file.touch()
-        error = run_child(module, spec | {"folder": f"{folder}/model", "rows": str(file)}, seconds)
-        return [json.loads(row) for row in file.read_text().splitlines()], error
+    """Run a benchmark's module in a ``Child``; return its rows and its error, if any."""
+    return Child(module, spec).finish(seconds)
 
 
 def write_rows(path: str, rows: Iterable[Row]) -> None:

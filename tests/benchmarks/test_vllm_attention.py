@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -116,26 +117,32 @@ def test_a_child_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["error"] == "exit code 1"
 
 
-def test_a_format_that_vllm_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_vllm_lacks_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = SimpleNamespace(CacheDType=Literal["auto", "fp8", "turboquant_3bit_nc"])
     for name, module in (("vllm", None), ("vllm.config", None), ("vllm.config.cache", known)):
         monkeypatch.setitem(sys.modules, name, module or SimpleNamespace())
     monkeypatch.setattr(vllm_attention, "version", lambda _: "0.25.0")
-    started: list[str] = []
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=None))
 
-    def run(module: str, spec: dict[str, Any], seconds: float) -> tuple[list[Row], None]:
-        started.append(spec["attention"])
-        return [], None
+    def begun(spec: dict[str, Any]) -> None:
+        raise StopIteration(spec["attention"])
 
-    monkeypatch.setattr(vllm_attention, "rows_of_child", run)
-    spec = {"model": "qwen3-vl-8b", "prompts": False}
-    errors = {
-        attention: vllm_attention.measured(spec | {"attention": attention}, 1.0)
-        for attention in peers.ATTENTIONS
-    }
+    monkeypatch.setattr(vllm_attention, "wait_to_begin", begun)
+    started, errors = list[str](), dict[str, list[Row]]()
+    for attention in peers.ATTENTIONS:
+        rows = tmp_path / attention
+        spec = {"model": "qwen3-vl-8b", "prompts": False, "attention": attention}
+        try:
+            vllm_attention.child(spec | {"rows": str(rows)})
+        except StopIteration as begins:
+            started.append(begins.value)
+        else:
+            errors[attention] = [json.loads(row) for row in rows.read_text().splitlines()]
     assert started == ["auto", "fp8", "turboquant_3bit_nc", "standard"]
     lacking = {name: rows[0]["error"] for name, rows in errors.items() if rows}
-    assert list(lacking) == ["int4_per_token_head", "turboquant_k3v4_nc"]
+    assert list(lacking) == ["turboquant_k3v4_nc", "int4_per_token_head"]
     assert lacking["int4_per_token_head"] == (
         "vLLM 0.25.0 has no KV cache dtype int4_per_token_head; it has auto, fp8, "
         "turboquant_3bit_nc"
