@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
 from oscar_mm.compare.paged import Blocks, Paged, Restored
-from oscar_mm.compare.rivals import Exact, ExLlamaV3, KVarN, Rival, TurboQuant
+from oscar_mm.compare.rivals import FP8, INT4, Exact, ExLlamaV3, KVarN, Rival, TurboQuant
 from oscar_mm.compare.teacher_forcing import LayerStates, Pair
 from oscar_mm.policy import KVPolicy
 
@@ -270,6 +270,9 @@ def rival_methods() -> list[Rival]:
             Rival(f"{name}, own tokens", turbo, own),
             Rival(f"{name}, all layers packed", turbo, same),
         ]
+    # What vLLM's kernels read is the packed form, also of the token itself.
+    found.append(Rival("INT4 per token and head, own tokens", INT4(), Exact(recent=0)))
+    found.append(Rival("FP8, own tokens", FP8(), Exact(recent=0)))
     for bits in (4, 3, 2):
         exl, name = ExLlamaV3(bits, 2), f"ExLlamaV3 k{bits}v2"
         found += [Rival(name, exl, same), Rival(f"{name}, own tokens", exl, Exact())]

@@ -242,6 +242,63 @@ class ExLlamaV3:
         return codes + 2 * _HALF * (head_dim // self.channels)
 
 
+@dataclass(frozen=True)
+class INT4:
+    """vLLM's int4_per_token_head: a rotated token's smallest to largest number in 16 equal steps.
+
+    Signs are flipped at random, the same for all tokens, before the rotation. Rounding is to whole
+    steps from zero, so that numbers beyond a range that does not contain zero are cut. A scale has
+    32 bits, of which 4 are the zero point.
+
+    Attributes:
+        tile, channels: see ``Format``.
+    """
+
+    tile: int = 1
+    channels: int = 1
+
+    def keys(self, x: Tensor) -> Tensor:
+        """See ``Format``."""
+        generator = torch.Generator().manual_seed(0)
+        signs = 2 * torch.randint(2, (x.shape[-1],), generator=generator) - 1
+        rotation = signs.to(x)[:, None] * hadamard(x.shape[-1], x.device)
+        rotated = (x @ rotation).bfloat16().float()
+        low, high = rotated.amin(-1, keepdim=True), rotated.amax(-1, keepdim=True)
+        step = ((high - low) / 15).clamp(min=1e-6)
+        zero = (-low / step).round().clamp(0, 15)
+        codes = (rotated / step + zero).round().clamp(0, 15)
+        return (codes - zero) * step @ rotation.mT
+
+    values = keys
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """See ``Format``."""
+        return 2 * (-(-head_dim // 2) + 2 * _HALF)
+
+
+@dataclass(frozen=True)
+class FP8:
+    """vLLM's fp8: E4M3 numbers, whose scale is 1 unless the checkpoint has one.
+
+    Attributes:
+        tile, channels: see ``Format``.
+    """
+
+    tile: int = 1
+    channels: int = 1
+
+    def keys(self, x: Tensor) -> Tensor:
+        """See ``Format``."""
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        return x.clamp(-largest, largest).to(torch.float8_e4m3fn).float()
+
+    values = keys
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """See ``Format``."""
+        return 2 * head_dim
+
+
 def _half(x: Tensor) -> Tensor:
     """Round to 16-bit precision."""
     return x.half().float()

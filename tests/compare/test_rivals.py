@@ -13,6 +13,8 @@ from oscar_mm.cache.cache import as_argument
 from oscar_mm.compare.decoding import DecodedCache
 from oscar_mm.compare.methods import block_methods, rival_methods
 from oscar_mm.compare.rivals import (
+    FP8,
+    INT4,
     Exact,
     ExLlamaV3,
     Format,
@@ -92,6 +94,21 @@ def test_errors_of_known_numbers(bits: int) -> None:
     assert loss(ExLlamaV3(2, bits).values(x), x) == pytest.approx(expected, rel=0.02)
 
 
+def test_what_vllm_itself_stores_in_four_and_eight_bits() -> None:
+    """Rotated numbers go to the nearest of 16 equal steps, which contain zero; E4M3 has 3 bits
+    after the point."""
+    x = normal(5_000, 128)
+    rounding = rounding_loss(x.numpy(), 4)
+    assert loss(INT4().keys(x), x) == pytest.approx(rounding, rel=0.1)
+    assert torch.equal(INT4().keys(x), INT4().values(x))
+    # An outlier in one channel is spread over all by the rotation.
+    x[:, 7] = 40
+    assert loss(INT4().keys(x), x) < 0.5 * rounding_loss(x.numpy(), 4) / float(x.square().mean())
+    numbers = torch.tensor([[1.0, 1.0625, 1.07, -17.0, 448.0, 1e4, 2**-9, 0.0]])
+    expected = torch.tensor([[1.0, 1.0, 1.125, -16.0, 448.0, 448.0, 2**-9, 0.0]])
+    assert torch.equal(FP8().keys(numbers), expected)
+
+
 @pytest.mark.parametrize("axis", [1, 2], ids=["channels", "tokens"])
 def test_kvarn_does_not_mind_how_large_tokens_and_channels_are(axis: int) -> None:
     """Its point: by the deviations of both axes a tile becomes one of equal numbers."""
@@ -134,6 +151,8 @@ def test_what_does_not_fill_a_tile_is_rounded_as_in_a_tile() -> None:
         ("TurboQuant k3v4_nc, own tokens", 128, (2 * (3.5 + 16 * 3 / 256) + 4 * 16) / 6),
         ("ExLlamaV3 k3v2", 64, 2.5 + 0.5),
         ("ExLlamaV3 k2v2, own tokens", 128, 2 + 0.5),
+        ("INT4 per token and head, own tokens", 128, 4 + 32 / 128),
+        ("FP8, own tokens", 64, 8),
     ],
 )
 def test_bits_are_those_counted_by_hand(name: str, head_dim: int, bits: float) -> None:
