@@ -133,11 +133,13 @@ __device__ __forceinline__ uint32_t code_bytes(const Codes<BITS>& codes) {
 }
 
 // Place of the lowest bit of a code that in_byte returns: the highest place, because shifts to the
-// left are multiplications, which use another pipe than masks. With more than 128 channels, sums of
-// products would be too large at the highest places of 2 and of 4 bits (FIXED_ZERO).
+// left are multiplications, which use another pipe than masks. With more channels, it is a place at
+// which sums of products with bytes are below 2^22 (FIXED_ZERO).
 template <int BITS>
-constexpr int BYTE_PLACE = HEAD_DIM <= 128 ? (BITS == 2 ? 6 : 4) : BITS == 4 ? 0 : 4;
-static_assert(HEAD_DIM * 7 << BYTE_PLACE<3> <= (1 << 22) / 128, "sums are too large");
+constexpr int HIGHEST_PLACE = HEAD_DIM <= 128 && BITS == 2 ? 6 : 4;
+template <int BITS>
+constexpr int BYTE_PLACE =
+    HEAD_DIM * ((1 << BITS) - 1) << HIGHEST_PLACE<BITS> <= 1 << 15 ? HIGHEST_PLACE<BITS> : 0;
 
 template <int BITS, int STEP, int HALF>
 __device__ __forceinline__ uint32_t in_byte(uint32_t bytes) {

@@ -67,18 +67,20 @@ __device__ __forceinline__ void copy_end(uint64_t* barrier) {
 template <int BYTES, int LANES>
 __device__ __forceinline__ void copy_rows(uint8_t* target, const uint8_t* source, bool has_one,
                                           uint64_t* barrier, int lane) {
-  constexpr int CHUNKS = BYTES / 16;
-  static_assert(32 % CHUNKS == 0, "lanes divide rows among them");
+  constexpr int CHUNKS = BYTES / 16 < 32 ? BYTES / 16 : 32;  // of a row at a time
+  static_assert(32 % CHUNKS == 0 && BYTES % (16 * CHUNKS) == 0, "lanes divide rows among them");
   const uint32_t rows = __ballot_sync(~0u, has_one);
 #pragma unroll 4
   for (int first = 0; first < LANES; first += 32 / CHUNKS) {
-    const int row = first + lane / CHUNKS, at = lane % CHUNKS * 16;
+    const int row = first + lane / CHUNKS;
     const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(source), row);
-    if (rows >> row & 1)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) +
-                                                                     row * BYTES + at),
-                   "l"(from + at)
-                   : "memory");
+#pragma unroll
+    for (int at = lane % CHUNKS * 16; at < BYTES; at += CHUNKS * 16)
+      if (rows >> row & 1)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target) +
+                                                                       row * BYTES + at),
+                     "l"(from + at)
+                     : "memory");
   }
 #if USE_TMA
   // Each lane's arrival adds to the count that the barrier waits for; the last one is expected.

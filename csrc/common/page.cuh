@@ -1,9 +1,9 @@
 // Byte layout of a page: the twin of oscar_mm/pages/layout.py and pages/codecs/groups.py, which
 // explain it.
 //
-// Compiled with: HEAD_DIM (64, 128 or 256), KEY_GROUP, VALUE_GROUP, SCALING (0 none, 1 per head, 2
-// shared), STREAM (0: keys have scales per channel, for KEY_GROUP tokens; 1: per token), CENTER (1:
-// a page has a center; keys whose scale has its sign bit set are relative to it).
+// Compiled with: HEAD_DIM (64, 128, 256 or 512), KEY_GROUP, VALUE_GROUP, SCALING (0 none, 1 per
+// head, 2 shared), STREAM (0: keys have scales per channel, for KEY_GROUP tokens; 1: per token),
+// CENTER (1: a page has a center; keys whose scale has its sign bit set are relative to it).
 #pragma once
 
 #include <cuda_bf16.h>

@@ -49,7 +49,8 @@ struct Pairs {
   }
 };
 
-constexpr int PART_TILES = 4;  // 64 tokens at a time fit in registers without spilling
+// 64 tokens at a time fit in registers without spilling; in a team of four, each warp has 32.
+constexpr int PART_TILES = TEAM > 2 ? 2 : 4;
 constexpr int PART_TOKENS = PART_TILES * TILE;
 // A lane has four scores of each tile, or with SPLIT of every two tiles.
 constexpr int PART_SCORES = SPLIT ? PART_TILES / 2 : PART_TILES;

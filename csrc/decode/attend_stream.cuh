@@ -108,18 +108,24 @@ __device__ __forceinline__ float fixed_sum(int high, int low) {
 }
 
 // Numbers for a lane's tokens of a part, in pairs like its scores: for tokens group and group + 8
-// of four tiles; with SPLIT, for the one of these tokens that the lane's columns attend to, of two
-// tiles.
-struct Four {
+// of each tile; with SPLIT, for the one of these tokens that the lane's columns attend to, of every
+// two tiles.
+struct Numbers {
   uint32_t pairs[PART_SCORES];
 
-  __device__ __forceinline__ Four(const uint8_t* source, int lane) {
-    const uint4 all = load16(source);
+  // numbers: of all tokens of a page, in runs of four tiles.
+  __device__ __forceinline__ Numbers(const uint8_t* numbers, int part, int lane) {
+    const int tile = part * PART_TILES, group = lane >> 2;
+    uint32_t all[PART_TILES];
+    load_words(all, numbers + tile / 4 * 128 + group * 16 + tile % 4 * 4, 0);
     if constexpr (SPLIT) {
       const uint32_t own = lane & 2 ? 0x7632 : 0x5410;
-      pairs[0] = __byte_perm(all.x, all.y, own), pairs[1] = __byte_perm(all.z, all.w, own);
+#pragma unroll
+      for (int i = 0; i < PART_SCORES; ++i)
+        pairs[i] = __byte_perm(all[2 * i], all[2 * i + 1], own);
     } else {
-      pairs[0] = all.x, pairs[1] = all.y, pairs[2] = all.z, pairs[3] = all.w;
+#pragma unroll
+      for (int i = 0; i < PART_TILES; ++i) pairs[i] = all[i];
     }
   }
 };
@@ -139,8 +145,7 @@ __device__ __forceinline__ void part_scores(float (&scores)[PART_SCORES][4], con
 #pragma unroll
     for (int c = 0; c < 4; ++c) high[i][c] = low[i][c] = FIXED_ZERO;
   fixed_products(high, low, codes, query, lane);
-  const uint8_t* place = page + (part * 8 + (lane >> 2)) * 16;
-  const Four scales(place + P::key_scales, lane), zeros(place + P::key_zeros, lane);
+  const Numbers scales(page + P::key_scales, part, lane), zeros(page + P::key_zeros, part, lane);
   const float total[2] = {query.total[2 * (lane & 3)], query.total[2 * (lane & 3) + 1]};
 #pragma unroll
   for (int i = 0; i < PART_SCORES; ++i) {
@@ -159,15 +164,16 @@ __device__ __forceinline__ void part_scores(float (&scores)[PART_SCORES][4], con
   }
 }
 
-// Tokens [start, stop) are in use.
+// Tokens [start, stop) are in use. Of TEAM warps, each attends to every TEAM-th part.
 template <class P>
 __device__ __forceinline__ void attend_stream(State& state, const uint8_t* page,
                                               const Queries& query, int start, int stop,
-                                              int lane) {
+                                              int member, int lane) {
   float center[2];
   if (CENTER) center_products(center, query, page + P::center, lane);
 #pragma unroll 1
   for (int part = start / PART_TOKENS; part * PART_TOKENS < stop; ++part) {
+    if (TEAM > 1 && part % TEAM != member) continue;
     float scores[PART_SCORES][4];
     part_scores<P>(scores, page, query, center, part, lane);
     attend_part<P>(state, page, part, scores, query, start, stop, lane);

@@ -3,12 +3,13 @@
 // Work is one flat list of items, split evenly over thread blocks (stream-K). A segment is one
 // (sequence, KV head, tile of up to 8 query columns); its items are the new tokens, then stored
 // tokens in 16-bit precision (up to 16 per item), then pages. Empty places in the list stand for
-// the time that a new segment takes. The warps of a thread block take items in turn. Keys are
-// operand A (16 tokens x 16 channels) and queries B (16 channels x 8 columns); then transposed
-// values are A (16 channels x 16 tokens) and probabilities B, so that a column keeps its lanes
-// throughout. Codes are used as subnormal float16 numbers (page.cuh): the power of two of their bit
-// place and a channel's scale are multiplied into the query, the scale of a token's key into its
-// score, and the scale of its value into its probability.
+// the time that a new segment takes. The warps of a thread block, or teams of TEAM warps that share
+// the tokens of a page, take items in turn. Keys are operand A (16 tokens x 16 channels) and queries
+// B (16 channels x 8 columns); then transposed values are A (16 channels x 16 tokens) and
+// probabilities B, so that a column keeps its lanes throughout. Codes are used as subnormal float16
+// numbers (page.cuh): the power of two of their bit place and a channel's scale are multiplied into
+// the query, the scale of a token's key into its score, and the scale of its value into its
+// probability.
 //
 // One float16 is too coarse for a query times a scale: at scores of 100, its rounding changes
 // probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits. For
@@ -16,10 +17,11 @@
 //
 // Compiled with, in addition to page.cuh's macros: KEY_BITS_A, VALUE_BITS_A, KEY_BITS_B,
 // VALUE_BITS_B (0: none) of one or two page formats, ELEMENT (__half, __nv_bfloat16), WARPS (at
-// least 8), BUFFERS (with fewer than WARPS, some warps wait), USE_TMA (copy.cuh), ROTATE, NARROW
-// (1: at most 4 columns are in use, and columns 4 to 7 have the low parts of 0 to 3, which needs no
-// further product; 0: the low parts have their own products), BY_WARPS (warps of a thread block that
-// divide work lists of short segments with by_warps.cuh; 0: thread blocks take these too).
+// least 8), TEAM (1 if pages have key scales per channel), BUFFERS (with fewer than teams, some
+// wait), USE_TMA (copy.cuh), ROTATE, NARROW (1: at most 4 columns are in use, and columns 4 to 7 have
+// the low parts of 0 to 3, which needs no further product; 0: the low parts have their own products),
+// BY_WARPS (warps of a thread block that divide work lists of short segments with by_warps.cuh; 0:
+// thread blocks take these too).
 
 #include "common/overlap.cuh"
 #include "decode/attend_page.cuh"
@@ -44,14 +46,30 @@ __device__ __forceinline__ void change_units(State& state) {
       state.out[tile][c] *= out_unit<FROM>(tile, c >> 1) / out_unit<TO>(tile, c >> 1);
 }
 
+// Whether the warp is the last of its team to leave a buffer; all of them call this.
+__device__ __forceinline__ bool is_last_to_leave(Shared& shared, int buffer, int lane) {
+  __syncwarp();
+  if (TEAM == 1) return true;
+  int before = 0;
+  if (lane == 0) {
+    asm volatile("atom.add.acq_rel.cta.shared.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "r"(shared_address(&shared.left[buffer]))
+                 : "memory");
+    if (before == TEAM - 1) shared.left[buffer] = 0;
+  }
+  return __shfl_sync(~0u, before, 0) == TEAM - 1;
+}
+
 __device__ __forceinline__ void attend_segment(const Params& params, Shared& shared,
                                                const Assignment& part, State& state,
                                                uint32_t taken, int warp, int lane) {
   bool second = false;  // whether the state is in units of the second format
   const Run run = run_of(part);
   // Item run.first + i is the (taken + i)-th of this thread block.
-  int i = (warp + WARPS - taken % WARPS) % WARPS;
-  for (; run.first + i < run.last; i += WARPS) {
+  const int team = warp / TEAM, member = warp % TEAM;
+  int i = (team + TEAMS - taken % TEAMS) % TEAMS;
+  for (; run.first + i < run.last; i += TEAMS) {
     const int item = run.first + i, refill = item + BUFFERS;
     int2 next = {0, 0};
     if (refill < run.last) next = entry_of(params, part, refill, lane);
@@ -66,15 +84,17 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
     const int use = shared.uses[buffer];
     const int stop = use & 0xff, start = use >> 8 & 0xff;
     if (item <= part.tiles) {
-      int visible[2];
-      visible_tokens(visible, params, part, item, lane);
-      float scores[4];
-      plain_scores(scores, rows, shared.plain[lane >> 2], lane);
-      attend_plain(state, scores, rows + TILE * ROW_BYTES, stop, params.scaling * LOG2E, visible,
-                   lane);
-      // Convert the output to the units of pages, unless the warp's next item is unpacked too.
-      if (item + WARPS > part.tiles || item + WARPS >= run.last)
-        settle_plain<PageA::Values::LOW>(state, lane);
+      if (member == 0) {  // 16 tokens are a single fragment
+        int visible[2];
+        visible_tokens(visible, params, part, item, lane);
+        float scores[4];
+        plain_scores(scores, rows, shared.plain[lane >> 2], lane);
+        attend_plain(state, scores, rows + TILE * ROW_BYTES, stop, params.scaling * LOG2E,
+                     visible, lane);
+        // Convert the output to the units of pages, unless the warp's next item is unpacked too.
+        if (item + TEAMS > part.tiles || item + TEAMS >= run.last)
+          settle_plain<PageA::Values::LOW>(state, lane);
+      }
     } else {
       if constexpr (HAS_B) {
         if (second != (use >> 16 != 0)) {
@@ -87,9 +107,9 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
       }
 #if STREAM
       if (!HAS_B || !second)
-        attend_stream<PageA>(state, rows, shared.query, start, stop, lane);
+        attend_stream<PageA>(state, rows, shared.query, start, stop, member, lane);
       else if constexpr (HAS_B)
-        attend_stream<PageB>(state, rows, shared.query, start, stop, lane);
+        attend_stream<PageB>(state, rows, shared.query, start, stop, member, lane);
 #else
       const uint8_t* norms = rows + (SCALING == 2 ? HEAD_BYTES : PageA::norms);
       if (!HAS_B || !second) {
@@ -100,8 +120,8 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
       }
 #endif
     }
-    __syncwarp();
-    if (refill < run.last) request(params, shared, part, refill, next, turn + BUFFERS, lane);
+    if (is_last_to_leave(shared, buffer, lane) && refill < run.last)
+      request(params, shared, part, refill, next, turn + BUFFERS, lane);
   }
   if constexpr (HAS_B)
     if (second) change_units<PageB, PageA>(state);
@@ -126,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < BUFFERS) {
     barrier_init(&shared.full[threadIdx.x]);
     shared.turns[threadIdx.x] = ~0u;
+    shared.left[threadIdx.x] = 0;
   }
 #if USE_TMA
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

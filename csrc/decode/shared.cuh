@@ -4,6 +4,8 @@
 #include "decode/params.cuh"
 
 constexpr int SLOTS = (WARPS + 1) / 2;
+constexpr int TEAMS = WARPS / TEAM;
+static_assert(WARPS % TEAM == 0 && (STREAM || TEAM == 1), "no such teams");
 using Records = float[USED_COLUMNS][RECORD];  // of a state
 
 // With more than 128 channels, few pages fit. So that one more fits, the last buffers take the
@@ -27,6 +29,7 @@ struct Shared {
   uint64_t full[BUFFERS];
   uint32_t turns[BUFFERS];  // turn (item number of this thread block) that a buffer is for
   int uses[BUFFERS];        // tokens in use there, as in Params::items
+  int left[BUFFERS];        // warps of the team that have attended to it
   int is_last;
 };
 

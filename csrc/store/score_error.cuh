@@ -59,9 +59,9 @@ template <int BITS, int COUNT>
 __device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
                                                   const float (&x)[COUNT], const Fit& fit,
                                                   ScoreShared& shared, int lane) {
-  static_assert(COUNT <= 64, "two words have a bit each");
   constexpr int PAIRS = COUNT / 2, STEPS = (1 << BITS) - 1;
   constexpr int WORDS = (COUNT + 31) / 32;
+  static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4, "a word is chosen by up to two bits");
   constexpr uint32_t ELEMENTS = 32 * WORDS - 1, NAME = 8 * ELEMENTS + 7;  // masks
   const int quad = lane & 3;
   float weights[PAIRS], total = 0.0f;
@@ -121,7 +121,10 @@ __device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
       const uint32_t sign = blocked[i / 32] << (31 - i % 32);
       best = max(best, static_cast<int>(chosen(named, sign, 0x7fffffffu)));
     }
-    const uint32_t ups = best >> 3 & ELEMENTS & 32 ? negative[WORDS - 1] : negative[0];
+    // Bits 8 and 9 name the element's word.
+    uint32_t ups = best & 1 << 8 ? negative[WORDS > 1] : negative[0];
+    if (WORDS > 2 && best & 1 << 9)
+      ups = best & 1 << 8 ? negative[WORDS - 1] : negative[WORDS / 2];
     best |= quad * 2 | ups >> (best >> 3 & 31) & 1;
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) best = max(best, __shfl_xor_sync(~0u, best, step));

@@ -381,8 +381,10 @@ __device__ __forceinline__ void store_jobs(const Work& work, const Layer& layer)
 }
 
 // Thread blocks per multiprocessor: the compiler's own choice spills a register on some GPUs.
-#if HEAD_DIM > 128
-constexpr int BLOCKS = 2;  // a lane has twice as many elements
+#if HEAD_DIM > 256
+constexpr int BLOCKS = 1;  // a lane has four times as many elements
+#elif HEAD_DIM > 128
+constexpr int BLOCKS = 2;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int BLOCKS = 3;
 #else

@@ -86,11 +86,13 @@ class BlockShape(NamedTuple):
         buffers: number of pages that it has room for.
         by_warps: number of warps that can attend to segments of their own
             (csrc/decode/by_warps.cuh); 0 if none can.
+        team: number of warps that share the tokens of a page.
     """
 
     warps: int
     buffers: int
     by_warps: int
+    team: int = 1
 
     @property
     def launched(self) -> int:
@@ -171,6 +173,7 @@ class Specialization(NamedTuple):
             "ROTATE": int(self.rotate),
             "NARROW": int(self.narrow),
             "WARPS": shape.warps,
+            "TEAM": shape.team,
             "BUFFERS": shape.buffers,
             "USE_TMA": int(tma),
             "BY_WARPS": shape.by_warps,
@@ -194,8 +197,8 @@ class Specialization(NamedTuple):
 
     def launch_bytes(self, shape: BlockShape) -> int:
         """Return the shared memory of a thread block."""
-        warps, buffers, by_warps = shape
-        return max(self.shared_bytes(warps, buffers), by_warps * self.warp_bytes)
+        size = self.shared_bytes(shape.warps, shape.buffers)
+        return max(size, shape.by_warps * self.warp_bytes)
 
     @property
     def warp_bytes(self) -> int:
@@ -214,12 +217,14 @@ class Specialization(NamedTuple):
             size = _aligned(size, 16) + -(-warps // 2) * self._columns * (self.head_dim + 3) * 4
         size = _aligned(size, 16) + COLUMNS * self.head_dim * 2
         size = _aligned(_aligned(size, 16) + self._query_bytes, 16) + _ASSIGNMENT_BYTES
-        size = _aligned(size, 8) + buffers * (8 + 4 + 4) + 4
+        size = _aligned(size, 8) + buffers * (8 + 4 + 4 + 4) + 4
         return _aligned(size, 128)
 
     def shape(self, limit: int) -> BlockShape | None:
         """Return the shape for a shared memory limit in bytes; None if not even 8 warps and 4
         buffers fit, or 2 buffers of the larger pages of more than 128 channels.
+
+        Two to five pages of 512 channels fit, so four warps share each.
 
         With one buffer per warp and a few more, pages arrive while all warps compute; beyond 20
         buffers the kernel gets no faster (measured on an H200). With fewer buffers than warps, as
@@ -228,10 +233,11 @@ class Specialization(NamedTuple):
         """
         of_16 = [(16, 20)] if self._is_stream and self.narrow else []
         shapes = (*of_16, (12, 12), (8, 4)) if self.head_dim <= 128 else ((8, 2),)
+        team = 4 if self.head_dim > 256 else 1
         for warps, fewest in shapes:
             for buffers in range(20, fewest - 1, -1):
                 if self.shared_bytes(warps, buffers) <= limit:
-                    return BlockShape(warps, buffers, self._dividing(limit))
+                    return BlockShape(warps, buffers, self._dividing(limit), team)
         return None
 
     def _dividing(self, limit: int) -> int:

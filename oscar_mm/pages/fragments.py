@@ -33,7 +33,7 @@ import torch
 
 from oscar_mm.policy import PAGE_TOKENS, Bits
 
-KERNEL_HEAD_DIMS = (64, 128, 256)
+KERNEL_HEAD_DIMS = (64, 128, 256, 512)
 """Channels per head that the CUDA kernels support."""
 FRAGMENT_CHANNELS = 64
 """Channels whose codes fill a lane's words, whatever the number of bits."""

@@ -90,7 +90,7 @@ def images_and_text(tokens: int, batch: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("switch", ["auto", "no-bulk"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize(
     "policy",
     [

@@ -17,7 +17,7 @@ STANDARD = KVPolicy.preset("standard")
 ALL = "decode store unpack"
 BY_CPU = {64: ALL, 128: ALL, 192: ALL, 256: ALL, 384: ALL, 512: ALL}
 """Head size -> operations with CPU kernels; other multiples of 16 lack decode."""
-BY_CUDA = {64: ALL, 128: ALL, 256: ALL}
+BY_CUDA = {64: ALL, 128: ALL, 256: ALL, 512: ALL}
 """Head size -> operations with CUDA kernels."""
 SIZES = [
     *((head_dim, Bits(3, 2)) for head_dim in (*range(16, 257, 16), 384, 512)),
@@ -50,7 +50,7 @@ def test_cuda_kernels(head_dim: int, bits: Bits) -> None:
     try:
         check_pages(page_format, torch.bfloat16)
     except KernelError as error:
-        assert "head_dim of (64, 128, 256)" in str(error)
+        assert "head_dim of (64, 128, 256, 512)" in str(error)
         has_pages = False
     else:
         has_pages = True

@@ -36,7 +36,9 @@ POLICIES = {
     "groups of 64": stream_policy((4, 4), value_group=64),
 }
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
+MOST_SPILLED = 256
+"""Maximum bytes of a thread's registers that the kernel for 512 channels spills."""
 USUAL = ("2/2", "4/2", "quarot", "groups of 64")
 EVERY_DAY = {*product(USUAL, (128,))}
 EVERY = [
@@ -67,8 +69,9 @@ def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]
         {"centers"} if recipe.page_format.center else set()
     )
     for report in reports.values():
-        assert (report.stack, report.spill_stores, report.spill_loads) == (0, 0, 0)
-        # So that a multiprocessor holds four thread blocks, or three; two with larger heads.
+        # With 512 channels, a lane's 128 elements and their codes take nearly all registers.
+        assert report.stack <= (0 if recipe.page_format.head_dim <= 256 else MOST_SPILLED)
+        # So that a multiprocessor holds four thread blocks, or three; fewer with larger heads.
         small = recipe.page_format.head_dim <= 128
         assert report.registers <= (255 if not small else 168 if arch == "sm_120" else 128)
     return reports
@@ -82,9 +85,10 @@ def test_compiles(arch: str) -> None:
 @pytest.mark.parametrize(
     "arch", [pytest.param(one, marks=() if one == "sm_90a" else pytest.mark.soak) for one in ALL]
 )
-def test_larger_heads_compile(arch: str) -> None:
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_larger_heads_compile(head_dim: int, arch: str) -> None:
     """NVRTC takes seconds for each architecture."""
-    compiled(arch, recipe_of("3/2", 256), torch.bfloat16)
+    compiled(arch, recipe_of("3/2", head_dim), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("name", "head_dim"), EVERY)
