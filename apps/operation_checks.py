@@ -26,12 +26,13 @@ from oscar_mm.fast_decode.experts import (
     PromptKernels,
     mixture_of_experts,
 )
-from oscar_mm.fast_decode.experts_torch import Choice, Experts
+from oscar_mm.fast_decode.experts_torch import Choice, Experts, MixtureArguments
 from oscar_mm.fast_decode.gate import GateKernel
 from oscar_mm.fast_decode.linear import LinearKernel, LinearRowsKernel, linear
 from oscar_mm.fast_decode.linear_cluster import ClusterSpecialization, LinearClusterKernel
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import RopeKernel, rope_
+from oscar_mm.fast_decode.shared_gate import SharedGateKernel
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import multiprocessors, uses_tma, uses_wgmma
 from oscar_mm.kernels.self_check import Verdict
@@ -83,6 +84,7 @@ _MIXTURE_KERNELS = (
     (ExpertKernels, _MIXTURE),
     (GroupedKernels, mixture_module.GroupedSpecialization(_CHOICE, 8)),
     (PromptKernels, _CHOICE),
+    (SharedGateKernel, _DTYPE),
 )
 """Kernels of an operation, with their specializations; only the first kernel works without TMA."""
 _COPY_BYTES = 1 << 29
@@ -252,7 +254,7 @@ def _linear(device: torch.device) -> Workload:
 
 
 def _mixture(device: torch.device) -> Workload:
-    (count, chosen, normalized, _), _, width, between, _ = _MIXTURE
+    (count, chosen, normalized, _), _, width, between, *_ = _MIXTURE
     x = torch.ones(1, width, dtype=_DTYPE, device=device)
     experts = Experts(
         x.new_full((count, width), 0.01),
@@ -261,7 +263,7 @@ def _mixture(device: torch.device) -> Workload:
         *(chosen, normalized),
     )
     read = experts.gate_and_up[:chosen].nbytes + experts.down[:chosen].nbytes
-    return Workload(partial(mixture_of_experts, x, Norm(x[0], 1e-6), experts), read)
+    return Workload(partial(mixture_of_experts, MixtureArguments(x, x[0], 1e-6, *experts)), read)
 
 
 def _rope(device: torch.device) -> Workload:

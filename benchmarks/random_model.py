@@ -29,6 +29,8 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
     Qwen3OmniMoeProcessor,
@@ -41,6 +43,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
 
 import oscar_mm.pipelines
 from oscar_mm import KVPolicy, OscarCache
@@ -115,6 +118,8 @@ class Released(ReleasedModel):
             text |= states | {"num_hidden_layers": 4}  # One of them has attention.
         if "num_experts" in self.text:
             text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        if "shared_expert_intermediate_size" in self.text:
+            text |= {"shared_expert_intermediate_size": 32}
         vision = {"hidden_size": 32, "intermediate_size": 64}
         if self.family == "llava_next":
             heads = {"num_hidden_layers": 3, "num_attention_heads": 2}
@@ -195,6 +200,23 @@ RELEASED["qwen3.5-27b"] = replace(
     text=RELEASED["qwen3.5-9b"].text | _27B,
     vision=RELEASED["qwen3.5-9b"].vision | {"out_hidden_size": 5120},
 )
+_9B = RELEASED["qwen3.5-9b"]
+_EXPERTS = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+RELEASED["qwen3.5-35b-a3b"] = replace(
+    _9B,
+    source="Qwen/Qwen3.5-35B-A3B",
+    family="qwen3_5_moe",
+    text={k: v for k, v in _9B.text.items() if k != "intermediate_size"} | _EXPERTS,
+    vision=_9B.vision | {"out_hidden_size": 2048},
+)
 
 RANDOM_MODELS = RELEASED | {
     f"{name}-{weights}": replace(RELEASED[name], weights=weights)
@@ -263,8 +285,9 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     Queries have larger norms than keys, and the embedding is small compared with what layers add,
     so that logits depend on the full context.
     """
+    centered = (Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm)
     stored_minus_1 = {
-        f"{name}.weight" for name, one in model.named_modules() if isinstance(one, Qwen3_5RMSNorm)
+        f"{name}.weight" for name, one in model.named_modules() if isinstance(one, centered)
     }
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
@@ -435,6 +458,9 @@ FAMILIES: dict[str, Callable[[Released], tuple[type[PreTrainedModel], Any, Any]]
     ),
     "qwen3_5": partial(
         _qwen3_vl, config_class=Qwen3_5Config, model_class=Qwen3_5ForConditionalGeneration
+    ),
+    "qwen3_5_moe": partial(
+        _qwen3_vl, config_class=Qwen3_5MoeConfig, model_class=Qwen3_5MoeForConditionalGeneration
     ),
     "qwen3_omni_moe": _qwen3_omni,
 }

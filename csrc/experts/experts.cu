@@ -1,6 +1,6 @@
 // experts: mixture of experts for a few rows, each with the experts that it chooses. Two launches:
 //
-//   DOWN 0: out[row][k] = silu(x Wg^T) * (x Wu^T) with the k-th chosen expert, x normalized
+//   DOWN 0: out[row][k] = silu(x Wg^T) * (x Wu^T) with the k-th chosen expert, x normalized with NORM
 //   DOWN 1: out[row] = residual[row] + sum over k of share[row][k] * (x[row][k] Wd^T)
 //
 // A row's shares are the CHOSEN largest values of the softmax of its router's logits. Every thread
@@ -13,9 +13,9 @@
 // them ahead. Sums of pieces are added at the end. More requests than a multiprocessor can track
 // would block its accesses to shared memory too.
 //
-// Compiled with: DOWN, CHOSEN (experts of a row, at most 32), EXPERTS (at most 65,535), NORMALIZE
-// (1: shares add up to 1), ROWS (1 to 4), WIDTH (columns of weights, a multiple of 256), OUTPUTS (of
-// a row and expert, a multiple of 8), WARPS, DEPTH, and the macros of pieces.cuh.
+// Compiled with: DOWN, NORM, CHOSEN (experts of a row, at most 32), EXPERTS (at most 65,535),
+// NORMALIZE (1: shares add up to 1), ROWS (1 to 4), WIDTH (columns of weights, a multiple of 256),
+// OUTPUTS (of a row and expert, a multiple of 8), WARPS, DEPTH, and the macros of pieces.cuh.
 
 #include "common/overlap.cuh"
 #include "common/pieces.cuh"
@@ -35,7 +35,7 @@ static_assert(WIDTH % PIECE == 0 && OUTPUTS % TILE == 0 && CHOSEN <= 32, "whole 
 
 struct Params {
   const ELEMENT* x;         // (ROWS, WIDTH), or with DOWN (ROWS, CHOSEN, WIDTH)
-  const ELEMENT* norm;      // (WIDTH), not with DOWN
+  const ELEMENT* norm;      // (WIDTH), with NORM and without DOWN
   const ELEMENT* logits;    // (ROWS, EXPERTS)
   const WEIGHT* weights;    // without DOWN (EXPERTS, 2, OUTPUTS, WIDTH), the gate's outputs first,
                             // else (EXPERTS, OUTPUTS, WIDTH)
@@ -168,7 +168,7 @@ __device__ __forceinline__ void finish(const Params& params, const float* sums,
 extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
     experts(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ float shares[ROWS * CHOSEN], squares[DOWN ? 1 : X_BLOCKS];
+  __shared__ float shares[ROWS * CHOSEN], squares[DOWN || !NORM ? 1 : X_BLOCKS];
   __shared__ int chosen[ROWS * CHOSEN];
   __shared__ alignas(16) uint32_t keys[ROWS][KEYS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
 #pragma unroll
     for (int i = 0; i < X_EACH; ++i) {
       const int block = i * WARPS + warp;
-      if (block < X_BLOCKS) by[i] = four_of(params.norm, block % (PARTS * 2), lane);
+      if (NORM && block < X_BLOCKS) by[i] = four_of(params.norm, block % (PARTS * 2), lane);
     }
     wait_for_previous();
     let_next_begin();
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
 #pragma unroll
     for (int i = 0; i < X_EACH; ++i) {
       const int block = i * WARPS + warp;
-      if (block >= X_BLOCKS) continue;
+      if (!NORM || block >= X_BLOCKS) continue;
       const float sum = warp_sum(squared(x[i].x) + squared(x[i].y));
       if (lane == 0) squares[block] = sum;
     }
@@ -207,6 +207,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
     for (int i = 0; i < X_EACH; ++i) {
       const int block = i * WARPS + warp;
       if (block >= X_BLOCKS) continue;
+      if (!NORM) {
+        blocks.store(block, x[i], lane);
+        continue;
+      }
       const float* of_row = squares + block / (PARTS * 2) * PARTS * 2;
       float sum = 0.0f;
 #pragma unroll

@@ -45,7 +45,7 @@ from oscar_mm.fast_decode.linear_params import (
     group_shift,
     scale_shift,
 )
-from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows
+from oscar_mm.fast_decode.linear_torch import LinearArguments, in_rows
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (
     ELEMENTS,
@@ -102,6 +102,8 @@ class Specialization(NamedTuple):
     width: int
     between: int
     weights: WeightFormat = UNQUANTIZED
+    has_norm: bool = True
+    """Whether the kernels normalize the rows."""
 
     def macros(self, down: bool) -> Macros:
         """Return the macros for csrc/experts/experts.cu.
@@ -111,6 +113,7 @@ class Specialization(NamedTuple):
         """
         sizes = (self.between, self.width) if down else (self.width, self.between)
         more = {"ROWS": self.rows, "DOWN": down, "WIDTH": sizes[0], "OUTPUTS": sizes[1]}
+        more["NORM"] = self.has_norm
         tiling = {"WARPS": WARPS, "DEPTH": _DEPTHS[self.weights.weight_bits]}
         return macros_of(self.choice, **more, **tiling) | macros_of(self.weights)
 
@@ -152,11 +155,12 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon, router, gate_and_up, down, _, _, scales, zeros = arguments
-        choice, rows, _, narrow, _ = self.specialization
+        x, weight, epsilon, router, gate_and_up, down, _, _, scales, zeros, _, logits = arguments
+        choice, rows, _, narrow, *_ = self.specialization
         (into, out_of), (zeros_in, zeros_out) = scales or (None, None), zeros or (None, None)
         inner, outer = map(_shift, arguments.experts.matrices) if scales else (0, 0)
-        logits = linear(x, [router], norm=Norm(weight, epsilon))
+        if logits is None:
+            logits = linear(x, [router], norm=arguments.of_norm)
         between = x.new_empty(rows, choice.chosen, narrow)
         output = arguments.result()
         inward = Params(
@@ -164,7 +168,7 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
             *(inner, epsilon),
         )
         outward = Params(
-            *addresses(between, None, logits, down, out_of, zeros_out, x, output),
+            *addresses(between, None, logits, down, out_of, zeros_out, arguments.stream, output),
             *(outer, 0.0),
         )
         stream = current_stream(x.device)
@@ -181,8 +185,9 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
     ) -> float:
         """Return the largest relative error of a row with unambiguous routing, without the residual
         stream."""
-        choice, rows, width, between, weights = specialization
-        problem = clear_choices([0] * rows, choice, width, between, device, weights)
+        choice, rows, width, between, weights, has_norm = specialization
+        sizes = (width, between, device, weights)
+        problem = clear_choices([0] * rows, choice, *sizes, has_norm=has_norm)
         return error_of(kernel, problem)
 
 
@@ -253,7 +258,7 @@ def _combined(
     places: torch.Tensor,
 ) -> torch.Tensor:
     """Sum the outputs of each row's experts with the kernel of combine.cu."""
-    x, output = arguments.x, arguments.result()
+    x, output = arguments.stream, arguments.result()
     params = CombineParams(*addresses(found, shares, places, x, output), x.shape[1])
     grid, block = (len(x), 1, 1), (COMBINE_THREADS, 1, 1)
     kernel.launch(grid, block, 0, params, current_stream(x.device), dependent=True)
@@ -282,10 +287,9 @@ class GroupedKernels(
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon, router, gate_and_up, down, chosen, *_ = arguments
-        stream, rows = current_stream(x.device), len(x)
-        normed = Norm(weight, epsilon).at_once(x)
-        logits = linear(normed, [router])
+        x, _, _, router, gate_and_up, down, chosen, *_ = arguments
+        stream, rows, normed = current_stream(x.device), len(x), arguments.at_once
+        logits = linear(normed, [router]) if arguments.logits is None else arguments.logits
         shares = x.new_empty(rows, chosen, dtype=torch.float32)
         places, rows_of = x.new_empty(2, rows * chosen, dtype=torch.int32)
         max_groups = len(router) + rows * chosen // self.specialization.columns
@@ -372,12 +376,11 @@ class PromptKernels(OperationKernel[Choice], operation="prompt_mixture", bound=0
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon = arguments[:3]
+        x, normed = arguments.x, arguments.at_once
         experts = arguments.experts.dequantized(x.dtype)
         router, gate_and_up, down, chosen, *_ = experts
         (rows, width), count, stream = x.shape, router.shape[0], current_stream(x.device)
-        normed = Norm(weight, epsilon).at_once(x)
-        logits = linear(normed, [router])
+        logits = linear(normed, [router]) if arguments.logits is None else arguments.logits
         shares = x.new_empty(rows, chosen, dtype=torch.float32)
         choices, places = x.new_empty(2, rows, chosen, dtype=torch.int32)
         counts, ends = x.new_zeros(2, count, dtype=torch.int32)
@@ -408,9 +411,15 @@ class PromptKernels(OperationKernel[Choice], operation="prompt_mixture", bound=0
 
 
 def expert_kernels(
-    x: torch.Tensor, experts: Experts
+    x: torch.Tensor, experts: Experts, *, has_norm: bool = True
 ) -> ExpertKernels | GroupedKernels | PromptKernels | None:
-    """Return the kernels for x of shape (rows, width); None if there are none."""
+    """Return the kernels for x of shape (rows, width); None if there are none.
+
+    Args:
+        x: rows, normalized by the kernels if ``has_norm``.
+        experts: weights of the mixture.
+        has_norm: see ``MixtureArguments.norm``.
+    """
     rows, width = x.shape
     count, both, _ = experts.gate_and_up.shape
     if not x.is_cuda or not rows or x.dtype not in ELEMENTS:
@@ -433,7 +442,8 @@ def expert_kernels(
         if x.dtype != torch.bfloat16 or rows > _MAX_PROMPT_ROWS:
             return None
         return PromptKernels.of(choice, x.device)
-    return ExpertKernels.of(Specialization(choice, rows, width, both // 2, weights), x.device)
+    made = Specialization(choice, rows, width, both // 2, weights, has_norm)
+    return ExpertKernels.of(made, x.device)
 
 
 def _format_of(experts: Experts) -> WeightFormat | None:
@@ -447,24 +457,28 @@ def _format_of(experts: Experts) -> WeightFormat | None:
     return one if as_x and has_shifts and others == [one] else None
 
 
-def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
+def mixture_of_experts(arguments: MixtureArguments) -> torch.Tensor:
     """Apply a layer's norm, mixture of experts and residual sum, without checking arguments.
-
-    Args:
-        x: (rows, width).
 
     Returns:
         (rows, width).
     """
-    return (expert_kernels(x, experts) or experts_by_torch)(MixtureArguments(x, *norm, *experts))
+    has_norm = arguments.norm is not None
+    kernels = expert_kernels(arguments.x, arguments.experts, has_norm=has_norm)
+    return (kernels or experts_by_torch)(arguments)
 
 
 def _check(arguments: MixtureArguments) -> None:
-    x, norm, _, router, _, _, chosen, _, scales, zeros = arguments
+    x, norm, _, router, _, _, chosen, _, scales, zeros, residual, logits = arguments
     check, dtype, device = _checker.check, x.dtype, x.device
     check("x", x, ("rows", "width"), STATES, device)
     width = x.shape[1]
-    check("norm", norm, (width,), dtype, device)
+    if norm is not None:
+        check("norm", norm, (width,), dtype, device)
+    if residual is not None:
+        check("residual", residual, tuple(x.shape), dtype, device)
+    if logits is not None:
+        check("logits", logits, (len(x), len(router)), dtype, device)
     check("router", router, ("experts", width), dtype, device)
     for name, tensors in (("scales", scales), ("zeros", zeros)):
         if len(tensors) not in (0, 2):
@@ -477,7 +491,7 @@ def _check(arguments: MixtureArguments) -> None:
 
 
 def _check_weights(arguments: MixtureArguments) -> None:
-    x, _, _, router, gate_and_up, down, _, _, scales, zeros = arguments
+    x, _, _, router, gate_and_up, down, _, _, scales, zeros, *_ = arguments
     check, width, device = _checker.check, x.shape[1], x.device
     stored, packed = (int4.CODES, 8) if zeros else (fp8.CODES if scales else x.dtype, 1)
     into = (len(router), "2 * between", width // packed)
@@ -492,9 +506,4 @@ def _check_weights(arguments: MixtureArguments) -> None:
             check("zeros", matrix.zeros, tuple(matrix.scales.shape), torch.uint8, device)
 
 
-def _mixture(arguments: MixtureArguments) -> torch.Tensor:
-    norm = Norm(arguments.norm, arguments.epsilon)
-    return mixture_of_experts(arguments.x, norm, arguments.experts)
-
-
-mixture_operation = define("mixture", MixtureArguments, _check, _mixture, "Tensor")
+mixture_operation = define("mixture", MixtureArguments, _check, mixture_of_experts, "Tensor")

@@ -56,13 +56,15 @@ class MixtureArguments(NamedTuple):
 
     Attributes:
         x: (rows, width), contiguous.
-        norm: (width,): weight of the RMSNorm applied to x.
+        norm: (width,): weight of the RMSNorm applied to x; None if x is normalized.
         epsilon: epsilon of the norm.
         router, gate_and_up, down, chosen, normalized, scales, zeros: see ``Experts``.
+        residual: (rows, width), contiguous: what the experts' outputs are added to; None for x.
+        logits: (rows, experts), contiguous: the router's logits; None to compute them.
     """
 
     x: torch.Tensor
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     epsilon: float
     router: torch.Tensor
     gate_and_up: torch.Tensor
@@ -71,11 +73,28 @@ class MixtureArguments(NamedTuple):
     normalized: bool
     scales: list[torch.Tensor]
     zeros: list[torch.Tensor]
+    residual: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
 
     @property
     def experts(self) -> Experts:
         """Weights of the router and the experts."""
-        return Experts(*self[3:])
+        return Experts(*self[3:10])
+
+    @property
+    def stream(self) -> torch.Tensor:
+        """What the experts' outputs are added to."""
+        return self.x if self.residual is None else self.residual
+
+    @property
+    def of_norm(self) -> Norm | None:
+        """The norm, if x is not normalized."""
+        return None if self.norm is None else Norm(self.norm, self.epsilon)
+
+    @property
+    def at_once(self) -> torch.Tensor:
+        """x after its norm, see ``Norm.at_once``."""
+        return self.x if self.of_norm is None else self.of_norm.at_once(self.x)
 
     def result(self) -> torch.Tensor:
         """Return an uninitialized (rows, width) tensor for the result."""
@@ -93,11 +112,12 @@ class Choice(NamedTuple):
 
 def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
     """Run ``mixture`` with PyTorch operations; only for a few rows, since it copies weights."""
-    x, weight, epsilon, router, gate_and_up, down, count, normalized, *_ = arguments
-    normed = Norm(weight, epsilon)(x)
-    shares, chosen = _choices(linear(normed, router), count, normalized)
+    x, _, _, router, gate_and_up, down, count, normalized, *_ = arguments
+    normed = x if arguments.of_norm is None else arguments.of_norm(x)
+    logits = linear(normed, router) if arguments.logits is None else arguments.logits
+    shares, chosen = _choices(logits, count, normalized)
     weights = arguments.experts.matrices or (gate_and_up, down)
-    return x + of_chosen_experts(normed, chosen, shares, weights, silu)
+    return arguments.stream + of_chosen_experts(normed, chosen, shares, weights, silu)
 
 
 def of_chosen_experts(
@@ -142,6 +162,8 @@ def clear_choices(
     between: int,
     device: torch.device,
     weights: WeightFormat = UNQUANTIZED,
+    *,
+    has_norm: bool = True,
 ) -> MixtureArguments:
     """Return a mixture of random experts with unambiguous routing: rounding does not change which
     logits are largest.
@@ -152,6 +174,8 @@ def clear_choices(
         width: width of a row.
         between: inner width of an expert.
         weights: format of the experts' weights.
+        has_norm: whether the rows are normalized by the mixture; otherwise they are normalized
+            here, and the outputs are added to other rows.
     """
     count, dtype = choice.experts, choice.dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -177,15 +201,20 @@ def clear_choices(
         factors = [random(*one.shape).float().sigmoid().add(0.5) for one in scales]
         scales = [(one * by).to(one) for one, by in zip(scales, factors, strict=True)]
         zeros = zeros if weights.weight_bits == 4 else []
-    return MixtureArguments(
-        rows[torch.tensor(kinds, device=device)],
+    of_kinds = torch.tensor(kinds, device=device)
+    made = MixtureArguments(
+        rows[of_kinds],
         *norm,
         (steps.T.float() / 2 @ directions).to(dtype),
         *(gate_and_up, down, choice.chosen, choice.normalize, scales, zeros),
     )
+    if has_norm:
+        return made
+    normed, others = norm(rows)[of_kinds], random(len(kinds), width)
+    return made._replace(x=normed, norm=None, epsilon=0.0, residual=others)
 
 
 def error_of(kernel: Callable[[Any], torch.Tensor], arguments: MixtureArguments) -> float:
     """Return the largest relative error of any row, not counting the residual stream."""
-    x = arguments.x
+    x = arguments.stream
     return relative_error(kernel(arguments) - x, experts_by_torch(arguments) - x)

@@ -18,6 +18,7 @@ from torch import nn
 from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.fast_decode.centered_norm import CenteredNorm
+from oscar_mm.fast_decode.dequantize import dequantized
 from oscar_mm.fast_decode.experts import expert_kernels
 from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments
 from oscar_mm.fast_decode.linear import linear
@@ -25,6 +26,7 @@ from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.low_rank import LowRank, base_of
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.fast_decode.rope import rope_
+from oscar_mm.fast_decode.shared_gate import shared_gate
 from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
 
 
@@ -100,6 +102,75 @@ class Product(NamedTuple):
         return found
 
 
+class SharedExpert(NamedTuple):
+    """The expert of a mixture that all tokens use, scaled by a share of its own.
+
+    Attributes:
+        first: products with the expert's gate and up matrices, and unless there is a second launch
+            with the router and with the weight of the share.
+        choosing: the router and the weight of the share, if the expert's weights are quantized.
+        down: the expert's last product; this rank's part, without the sum over ranks.
+        ranks: ranks that divide the expert.
+    """
+
+    first: Product
+    choosing: Product | None
+    down: Product
+    ranks: TPGroup
+
+    @classmethod
+    def of(cls, mlp: Any, dtype: torch.dtype) -> SharedExpert | None:
+        """Collect the weights of a mixture's shared expert; None if they have biases or adapters,
+        if gate and up differ in format, or if only a part of them is divided.
+
+        Args:
+            mlp: module of the mixture.
+            dtype: dtype of the activations.
+        """
+        expert, of_share = mlp.shared_expert, mlp.shared_expert_gate
+        products = expert.gate_proj, expert.up_proj, expert.down_proj
+        if any(base_of(one) is not one or one.bias is not None for one in (*products, of_share)):
+            return None
+        bits = {isinstance(one, QuantizedLinear) and one.matrix.bits for one in products[:2]}
+        divided = {is_sharded(one, by) for one, by in zip(products, (0, 0, 1), strict=True)}
+        if len(bits) > 1 or len(divided) > 1 or is_sharded(of_share):
+            return None
+        share = of_share.weight
+        if isinstance(of_share, QuantizedLinear):
+            share = dequantized(of_share.matrix, dtype)
+        choosing: Product | None = Product((mlp.gate.weight, share), (None, None))
+        first, down = (Product.of(*one, dtype=dtype) for one in (products[:2], products[2:]))
+        if not first.scales:
+            first = first._replace(weights=first.weights + choosing.weights, biases=(None,) * 4)
+            choosing = None
+        return cls(first, choosing, down._replace(ranks=TPGroup()), down.ranks)
+
+    def __call__(
+        self, x: torch.Tensor, rows: torch.Tensor, experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the expert.
+
+        Args:
+            x: (tokens, hidden size): normalized rows.
+            rows: (tokens, hidden size).
+            experts: number of experts of the router.
+
+        Returns:
+            ``rows`` plus the expert's output, which may overwrite ``rows``; if ranks divide the
+            expert, their results add up to this. And the router's logits.
+        """
+        inner = self.first(x)
+        if self.choosing is None:
+            outer = inner[:, -experts - 1 :]
+            inner = inner[:, : -experts - 1]
+        else:
+            outer = self.choosing(x)
+        between, logits = shared_gate(inner, outer)
+        if self.ranks.rank > 0:
+            return self.down(between), logits
+        return self.down(between, residual=rows, in_place=True), logits
+
+
 @dataclass(frozen=True, kw_only=True)
 class FeedForward:
     """Weights of the second half of a decoder layer: an MLP or a mixture of experts."""
@@ -109,20 +180,25 @@ class FeedForward:
     gate_and_up: Product | None
     down: Product | None
     experts: Experts | None
-    """Weights of an undivided mixture; None if it is divided, or has a shared expert, and so runs
-    as its own module."""
+    """Weights of a mixture; None if it runs as its own module: if it is divided without a shared
+    expert, or has one that ``SharedExpert`` does not take."""
+    shared: SharedExpert | None
+    """The mixture's shared expert, if it has one."""
 
     @staticmethod
     def parts(layer: Any) -> dict[str, Any]:
         """Collect the fields from a transformers layer."""
-        mlp, product = layer.mlp, partial(Product.of, dtype=layer.input_layernorm.weight.dtype)
-        dense = hasattr(mlp, "gate_proj")
+        mlp, dtype = layer.mlp, layer.input_layernorm.weight.dtype
+        product, dense = partial(Product.of, dtype=dtype), hasattr(mlp, "gate_proj")
+        has_shared = hasattr(mlp, "shared_expert")
+        shared = SharedExpert.of(mlp, dtype) if has_shared else None
         return {
             "mlp_norm": norm_of(layer.post_attention_layernorm),
             "mlp": mlp,
             "gate_and_up": product(mlp.gate_proj, mlp.up_proj) if dense else None,
             "down": product(mlp.down_proj) if dense else None,
-            "experts": None if dense else _experts(mlp),
+            "experts": None if dense or (has_shared and shared is None) else _experts(mlp, shared),
+            "shared": shared,
         }
 
     def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -134,10 +210,21 @@ class FeedForward:
         return self.down(between, residual=rows, in_place=True)
 
     def _by_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        kernels = None if self.experts is None else expert_kernels(rows, self.experts)
-        if self.experts is not None and kernels is not None:
-            return kernels(MixtureArguments(rows, *self.mlp_norm, *self.experts))
-        return rows + self.mlp(self.mlp_norm.at_once(rows)[None])[0]
+        experts, shared = self.experts, self.shared
+        # The kernels normalize neither by centered norms nor for the shared expert.
+        has_norm = shared is None and isinstance(self.mlp_norm, Norm)
+        kernels = None if experts is None else expert_kernels(rows, experts, has_norm=has_norm)
+        if experts is None or kernels is None:
+            return rows + self.mlp(self.mlp_norm.at_once(rows)[None])[0]
+        if has_norm:
+            return kernels(MixtureArguments(rows, *self.mlp_norm, *experts))
+        x = self.mlp_norm.at_once(rows)
+        if shared is None:
+            return kernels(MixtureArguments(x, None, 0.0, *experts, residual=rows))
+        rows, logits = shared(x, rows, len(experts.router))
+        found = kernels(MixtureArguments(x, None, 0.0, *experts, residual=rows, logits=logits))
+        shared.ranks.all_reduce(found)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,11 +344,17 @@ def norm_of(module: Any) -> Norm | CenteredNorm:
     return CenteredNorm(weight, module.eps)
 
 
-def _experts(mlp: Any) -> Experts | None:
+def _experts(mlp: Any, shared: SharedExpert | None) -> Experts | None:
+    """Return the weights of a mixture, this rank's part of each expert if ranks divide them like
+    the shared expert; None if they divide anything else."""
     router, experts = mlp.gate, mlp.experts
-    weights = router.weight, experts.gate_up_proj, experts.down_proj
-    if any(map(is_dtensor, weights)) or hasattr(mlp, "shared_expert"):
+    whole = router.weight, experts.gate_up_proj, experts.down_proj
+    ranks = 1 if shared is None else shared.ranks.count
+    if [is_dtensor(one) for one in whole] != [False, ranks > 1, ranks > 1]:
         return None
+    gate_and_up, down = map(local_shard, whole[1:])
+    if down.shape[2] * ranks != whole[2].shape[2]:
+        return None  # A rank has some of the experts.
     normalized = getattr(router, "norm_topk_prob", True)
     formats = (experts.scales, experts.zeros) if isinstance(experts, QuantizedExperts) else ()
-    return Experts(*weights, router.top_k, normalized, *formats)
+    return Experts(router.weight, gate_and_up, down, router.top_k, normalized, *formats)

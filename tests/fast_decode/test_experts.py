@@ -52,6 +52,7 @@ OTHERS = (
     Specialization(Choice(60, 4, False, torch.float16), 3, 1024, 1536),
     Specialization(Choice(4, 2, True, torch.bfloat16), 2, 256, 256),
 )
+QWEN3_5 = Specialization(Choice(256, 8, True, torch.bfloat16), 1, 2048, 512, has_norm=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,7 +62,7 @@ def test_as_transformers(dtype: torch.dtype) -> None:
     layer = model.get_decoder().layers[1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, model.config.text_config.hidden_size, generator=generator).to(dtype)
-    norm, experts = norm_of(layer.post_attention_layernorm), _experts(layer.mlp)
+    norm, experts = norm_of(layer.post_attention_layernorm), _experts(layer.mlp, None)
     expected = x + layer.mlp(norm(x)[:, None])[:, 0]
     found = experts_by_torch(MixtureArguments(x, *norm, *experts))
     assert (found - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05)
@@ -75,7 +76,8 @@ def test_compiles(arch: str, down: bool, weights: WeightFormat) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "experts/experts.cu").read_text() + same_struct(Params)
     text += f"static_assert(PIECE == {PIECE} && BLOCK == {BLOCK_OF_X});\n"
-    for specialization in (one._replace(weights=weights) for one in (QWEN3_OMNI, OTHERS[1])):
+    made = QWEN3_OMNI, OTHERS[1], QWEN3_5
+    for specialization in (one._replace(weights=weights) for one in made):
         # What the kernel stores there, in bytes; a multiprocessor of 24 has the most tiles.
         sums = "(ALL + 23) / 24 * PIECES * RECORD * sizeof(float)"
         own = f"X_BLOCKS * (BLOCK * 2 + sizeof(BlockOfX)) + {sums}"
@@ -137,6 +139,11 @@ def test_rows_of_a_group(rows: int, columns: int) -> None:
     ("kernels", "made", "row"),
     [
         (ExpertKernels, Specialization(Choice(6, 2, True, torch.float32), 3, 256, 256), 1),
+        (
+            ExpertKernels,
+            Specialization(Choice(6, 2, True, torch.float32), 3, 256, 256, has_norm=False),
+            1,
+        ),
         (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8), 2),
         (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8, FP8), 2),
         (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8, INT4), 2),
@@ -148,7 +155,7 @@ def test_one_wrong_row_shows(kernels, made, row: int, value: float | None) -> No
     def kernel(arguments: MixtureArguments) -> torch.Tensor:
         output = experts_by_torch(arguments)
         if value is not None:
-            output[row] = arguments.x[row] + value
+            output[row] = arguments.stream[row] + value
         return output
 
     worst = kernels.disagreement(made, kernel, torch.device("cpu"))
@@ -156,7 +163,7 @@ def test_one_wrong_row_shows(kernels, made, row: int, value: float | None) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("specialization", [QWEN3_OMNI, *OTHERS])
+@pytest.mark.parametrize("specialization", [QWEN3_OMNI, *OTHERS, QWEN3_5])
 @pytest.mark.parametrize("weights", WEIGHTS[:3])
 def test_kernel(specialization: Specialization, weights: WeightFormat) -> None:
     specialization = specialization._replace(weights=weights)
@@ -173,7 +180,7 @@ def test_rows_choose_for_themselves() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     width = model.config.text_config.hidden_size
     x = torch.randn(4, width, generator=generator, device="cuda").bfloat16()
-    norm, experts = norm_of(layer.post_attention_layernorm), _experts(layer.mlp)
+    norm, experts = norm_of(layer.post_attention_layernorm), _experts(layer.mlp, None)
     if expert_kernels(x, experts) is None:
         pytest.skip("experts of a width that the kernels do not take")
     together = expert_kernels(x, experts)(MixtureArguments(x, *norm, *experts))
@@ -236,11 +243,10 @@ def quantized(
 def in_float64(arguments: MixtureArguments) -> torch.Tensor:
     """What the experts add to the residual stream, by the router's logits as they are in 16-bit
     precision."""
-    x, weight, epsilon, router, gate_and_up, down, count, normalized, *_ = arguments
-    norm = Norm(weight, epsilon)
+    x, _, _, router, gate_and_up, down, count, normalized, *_ = arguments
     # As the kernels round, since a row may choose other experts by other logits.
-    few = len(x) <= MAX_ROWS
-    normed = norm(x) if few else norm.at_once(x)
+    few, norm = len(x) <= MAX_ROWS, arguments.of_norm
+    normed = norm(x) if few and norm is not None else arguments.at_once
     logits = linear(x, [router], norm=norm) if few else linear(normed, [router])
     logits = logits.double()
     shares, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -267,9 +273,13 @@ def in_float64(arguments: MixtureArguments) -> torch.Tensor:
 )
 @pytest.mark.parametrize("rows", [1, 4, 5, 8, 9, 64, 130, MAX_GROUPED, 513, 3000])
 @pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("has_norm", [True, False])
 @torch.inference_mode()
-def test_rows(rows: int, dtype: torch.dtype, skewed: bool, weights: WeightFormat) -> None:
-    """Also where most rows choose the same experts, so that these have several groups each."""
+def test_rows(
+    rows: int, dtype: torch.dtype, skewed: bool, weights: WeightFormat, has_norm: bool
+) -> None:
+    """Also where most rows choose the same experts, so that these have several groups each; and
+    where the outputs are added to other rows, as with a shared expert."""
     experts, chosen, width, between = 60, 4, 1280, 512
     router = random_on_gpu(experts, width, dtype=dtype) / width**0.5
     x = random_on_gpu(rows, width, dtype=dtype)
@@ -281,8 +291,11 @@ def test_rows(rows: int, dtype: torch.dtype, skewed: bool, weights: WeightFormat
         random_on_gpu(experts, width, between, dtype=dtype) / between**0.5,
         *(chosen, dtype == torch.bfloat16, [], []),
     )
+    if not has_norm:
+        more = {"residual": random_on_gpu(rows, width, dtype=dtype), "logits": linear(x, [router])}
+        arguments = arguments._replace(norm=None, epsilon=0.0, **more)
     arguments, exact = quantized(arguments, weights)
-    kernels = expert_kernels(x, arguments.experts)
+    kernels = expert_kernels(x, arguments.experts, has_norm=has_norm)
     if rows > MAX_GROUPED and dtype == torch.float16:
         assert kernels is None
         return
@@ -290,9 +303,10 @@ def test_rows(rows: int, dtype: torch.dtype, skewed: bool, weights: WeightFormat
     assert type(kernels) is kinds[(rows > MAX_ROWS) + (rows > MAX_GROUPED)]
     # What is not written is NaN.
     torch.full((256 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)
-    found = kernels(arguments).double() - x.double()
+    before = arguments.stream.double()
+    found = kernels(arguments).double() - before
     expected = in_float64(exact)
-    errors = (found - expected).norm(dim=1) / (expected.norm(dim=1) + x.double().norm(dim=1))
+    errors = (found - expected).norm(dim=1) / (expected.norm(dim=1) + before.norm(dim=1))
     # For a prompt, dequantized weights are rounded.
     rounds = weights != UNQUANTIZED and rows > MAX_GROUPED
     assert errors.max() < (4 if rounds else 2) * torch.finfo(dtype).eps

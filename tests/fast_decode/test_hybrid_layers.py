@@ -12,14 +12,18 @@ import torch
 from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import as_argument
+from oscar_mm.cache.states import StateTable
 from oscar_mm.engine import decode_runner
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.fast_decode import delta as delta_module
 from oscar_mm.fast_decode import graph_runner, hybrid_layers
+from oscar_mm.fast_decode import layers as layers_module
 from oscar_mm.fast_decode.centered_norm import CenteredNorm, CenteredNormKernel
 from oscar_mm.fast_decode.decoder import FastDecoder, supports
+from oscar_mm.fast_decode.experts_torch import MixtureArguments, experts_by_torch
 from oscar_mm.fast_decode.graph_runner import GraphRunner
+from oscar_mm.fast_decode.hybrid_layers import DeltaLayer
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.kernels.launch import ELEMENTS
 from oscar_mm.kernels.self_check import relative_error
@@ -104,6 +108,32 @@ def test_other_weights(kind: str, qwen3_5_folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("weights", [None, "fp8", "int4"])
+def test_a_shared_expert_in_few_launches(
+    weights: str | None, qwen3_5_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, with PyTorch operations for the kernels."""
+    model = OscarVLPipeline(
+        qwen3_5_moe_folder, policy="bf16", device="cpu", dtype="float32", weights=weights
+    ).model
+    calls = list[MixtureArguments]()
+
+    def mixture(arguments: MixtureArguments) -> torch.Tensor:
+        calls.append(arguments)
+        return experts_by_torch(arguments)
+
+    monkeypatch.setattr(layers_module, "expert_kernels", lambda *_, **__: mixture)
+    for rows in (1, 3):
+        for found, expected in both(model, rows, 4):
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    assert len(calls) == 2 * 4 * 3
+    assert all(one.norm is None and one.residual is not None for one in calls)
+    # An adapter around one of its products, or a bias, leave the mixture to its module.
+    mlp = model.get_decoder().layers[0].mlp
+    mlp.shared_expert.down_proj.bias = torch.nn.Parameter(torch.zeros(64))
+    assert DeltaLayer.of(model.get_decoder().layers[0], StateTable()).experts is None
+
+
 def test_other_parts_run_as_modules(model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias of the convolution, another activation, and norms that are not centered."""
     mixer = model.get_decoder().layers[0].linear_attn
@@ -142,7 +172,12 @@ def test_centered_norm_on_a_gpu(dtype: torch.dtype, rows: int, width: int) -> No
 @pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
 def on_gpu(request, tmp_path_factory: pytest.TempPathFactory) -> OscarVLPipeline:
     folder: Path = tmp_path_factory.mktemp("gpu") / "qwen3_5"
-    qwen3_5(folder, seed=3, moe=request.param, hidden_size=256, **HEADS)
+    # Experts of sizes that the kernels take, and all of them for each token: rounding would change
+    # which are chosen.
+    experts = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
+    experts["num_experts_per_tok"] = 4
+    sizes = HEADS | (experts if request.param else {})
+    qwen3_5(folder, seed=3, moe=request.param, hidden_size=256, **sizes)
     pipe = OscarVLPipeline(folder, device="cuda", dtype="bfloat16", policy="compact")
     pipe.model.generation_config.eos_token_id = NEVER
     return pipe

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from torch import distributed
@@ -17,8 +17,9 @@ from torch import distributed
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.engine import decode_runner
-from oscar_mm.fast_decode import graph_runner
+from oscar_mm.fast_decode import graph_runner, layers
 from oscar_mm.fast_decode.decoder import supports
+from oscar_mm.fast_decode.experts_torch import experts_by_torch
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from tests.models.test_answers import CARDS, CLIPS
 from tests.processes import Forked
@@ -156,6 +157,15 @@ def asked_of_states(pipe: OscarVLPipeline, cards: int, saved: Path) -> dict[str,
     return {"turns": [again, *after], "batch": batch}
 
 
+def asked_with_mixtures(pipe: OscarVLPipeline, cards: int) -> dict[str, Any]:
+    """Token ids where mixtures of experts run as on a GPU, with PyTorch operations for their
+    kernels; and how many there were."""
+    mixture = Mock(wraps=experts_by_torch)
+    with patch.object(layers, "expert_kernels", lambda *_, **__: mixture):
+        turns = asked(pipe.with_policy(pipe.policy), cards)["turns"]
+    return {"turns": turns, "mixtures": mixture.call_count}
+
+
 def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None) -> dict[str, Any]:
     """Token ids where steps are recorded, with the same function for a graph; and how many calls.
 
@@ -220,6 +230,7 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
         if "hybrid" in name:
             saved = folder / f"{name}.safetensors"
             results[name]["of states"] = asked_of_states(pipe, CARDS_OF[name], saved)
+            results[name]["fused"] = asked_with_mixtures(pipe, CARDS_OF[name])
             results[name]["recorded"] = asked_on_records(pipe, CARDS_OF[name], None)
         if name == "omni with a talker":
             try:

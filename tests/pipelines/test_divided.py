@@ -90,7 +90,9 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
         steps = asked_of_states(alone, CARDS_OF[name], tmp_path / "chat.safetensors")
         for found in ranks:
             assert found[name]["of states"] == steps
-            assert found[name]["recorded"]["turns"] == expected["turns"]
+            for how in ("recorded", "fused"):
+                assert found[name][how]["turns"] == expected["turns"]
+            assert (found[name]["fused"]["mixtures"] > 8) == (name != "hybrid")
             assert found[name]["recorded"]["replays"] > 8
     if name == "pocket-omni":
         assert [found[name]["heard"] for found in ranks] == 2 * [heard(alone)]

@@ -137,22 +137,26 @@ def test_heads_on_two_gpus(dtype, tmp_path) -> None:
 
 
 def test_states_on_two_gpus(tmp_path) -> None:
-    folder, name = tmp_path / "model", "hybrid"
-    # The kernel of Gated DeltaNet takes heads of 64 channels.
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_key_head_dim": 64}
-    qwen3_5(folder, seed=3, linear_value_head_dim=64, **heads)
-    alone = pipeline(name, str(folder), "float32", device="cuda:0")
-    expected = asked(alone, CARDS_OF[name])
-    steps = asked_of_states(alone, CARDS_OF[name], tmp_path / "chat.safetensors")
-    for dtype in ("float32", "bfloat16"):
-        found, _ = run(tmp_path, dtype, {name: str(folder)})
-        assert found[0][name]["turns"] == found[1][name]["turns"]
-        for rank in found:
-            assert (rank[name]["captures"] > 0) == (dtype == "bfloat16")
-            # Sums of parts are rounded otherwise, and random weights prefer no token by much.
-            if dtype == "float32":
-                assert rank[name]["turns"] == expected["turns"]
-                assert rank[name]["of states"] == steps
+    # The kernels take heads of 64 channels in Gated DeltaNet, and experts of 256 on each GPU.
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+    sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    experts = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 512)
+    models = {name: str(tmp_path / name) for name in ("hybrid", "hybrid with experts")}
+    qwen3_5(tmp_path / "hybrid", seed=3, **sizes)
+    qwen3_5(tmp_path / "hybrid with experts", seed=3, moe=True, **sizes, **experts)
+    by_dtype = {dtype: run(tmp_path, dtype, models)[0] for dtype in ("float32", "bfloat16")}
+    for name, model in models.items():
+        one = pipeline(name, model, "float32", device="cuda:0")
+        turns = asked(one, CARDS_OF[name])["turns"]
+        steps = asked_of_states(one, CARDS_OF[name], tmp_path / "chat.safetensors")
+        for rank in by_dtype["float32"]:
+            assert rank[name]["turns"] == turns and rank[name]["of states"] == steps
+            assert rank[name]["captures"] == 0
+        # Sums of parts are rounded otherwise, and random weights prefer no token by much.
+        first, second = by_dtype["bfloat16"]
+        assert first[name]["turns"] == second[name]["turns"]
+        assert first[name]["of states"] == second[name]["of states"]
+        assert first[name]["captures"] > 0 and second[name]["captures"] > 0
 
 
 def test_benchmark(tmp_path) -> None:
