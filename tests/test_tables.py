@@ -263,6 +263,26 @@ def test_programs() -> None:
         assert len(shown[model, name]) == len(expected)
 
 
+@pytest.mark.parametrize("task", ["humaneval"])
+def test_solved_problems(task: str) -> None:
+    """Each method of the record is in the table of its task, and no other."""
+    rows = [row for row in record("solved-amd-epyc") if row["task"] == task]
+    kind = {"humaneval": "programs", "words": "word problems"}[task]
+    shown = table(BENCHMARKS, f"cache | bits held | {kind}")
+    assert len(shown) == len(rows) > 9
+    for row in rows:
+        name = row["method"].removesuffix(", own tokens")
+        cells = shown["16 bits" if name == "16 bit" else name]
+        expected = [row["bits"], row["passed"]]
+        if name == "16 bit":
+            expected.append(row["problems"])
+        else:
+            expected += [100 * row["same"], row["lost"], row["gained"]]
+            expected += [100 * part for part in change(row)] + [row["packed"]]
+        found = [number for cell in cells for number in numbers(cell)]
+        assert len(found) == len(expected) and all(map(same, found, expected)), (row, found)
+
+
 def test_marked_cells() -> None:
     """A dagger marks a higher divergence than that of a format with up to 0.75 bits more; no format
     has as few bits and a lower divergence."""
