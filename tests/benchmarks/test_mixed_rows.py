@@ -16,9 +16,9 @@ from tests.checkpoints import build_decoder
 from tests.compare.test_rivals import Steps
 
 METHODS = {method.name: method for method in main_methods()}
-PAGED = ("16 bit", "standard", "compact", "channel", "KIVI")
+PAGED = ("16 bit", "standard", "channel", "KIVI")
 RIVALS = ("KVarN k3v2, own tokens", "TurboQuant 3bit_nc, own tokens", "FP8, own tokens")
-LAYERS, MOST = 6, 40
+LAYERS, MOST = 6, 24
 
 
 @pytest.fixture(scope="module")

@@ -1,71 +1,55 @@
 """Child processes of benchmarks: they import, begin when told, end with their parent."""
 
-import subprocess
-import sys
+import os
+import signal
 from pathlib import Path
+from threading import Timer
 from time import monotonic, sleep
 
 import pytest
 
-from benchmarks.vllm_process import Child
+from benchmarks.vllm_process import Child, wait_to_begin
 
 MODULE = """
-import json, sys
-from benchmarks.vllm_process import wait_to_begin, write_rows
+import json, os, sys, time
 spec = json.loads(sys.argv[2])
+assert spec["parent"] == os.getppid()
 open(spec["imported"], "w").close()
-wait_to_begin(spec)
-open(spec["begun"], "w").close()
-write_rows(spec["rows"], [{"ms": 1.5}])
-if spec.get("fails"):
-    sys.exit(3)
+while not os.path.exists(spec["begin"]):
+    time.sleep(0.02)
+with open(spec["rows"], "a") as rows:
+    rows.write('{"ms": 1.5}\\n')
+sys.exit(3)
 """
 
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     (tmp_path / "one_that_waits.py").write_text(MODULE)
-    here = str(Path(__file__).parents[2])
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{here}")
-    return {name: str(tmp_path / name) for name in ("imported", "begun")}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return {"imported": str(tmp_path / "imported")}
 
 
-def appears(path: str) -> bool:
-    until = monotonic() + 60
-    while not Path(path).exists() and monotonic() < until:
+def test_it_begins_when_it_may(spec: dict) -> None:
+    child, until = Child("one_that_waits", spec), monotonic() + 60
+    while not Path(spec["imported"]).exists() and monotonic() < until:
         sleep(0.02)
-    return Path(path).exists()
+    sleep(0.1)
+    assert child._process.poll() is None, "it waits"
+    assert child.finish(60) == ([{"ms": 1.5}], "exit code 3")
 
 
-@pytest.mark.parametrize(("fails", "error"), [(False, None), (True, "exit code 3")])
-def test_it_begins_when_it_may(spec: dict, fails: bool, error: str | None) -> None:
-    child = Child("one_that_waits", spec | {"fails": fails})
-    assert appears(spec["imported"])
-    sleep(0.2)
-    assert not Path(spec["begun"]).exists()
-    assert child.finish(60) == ([{"ms": 1.5}], error)
-
-
-def test_it_is_stopped_before_it_begins(spec: dict) -> None:
+def test_it_is_stopped(spec: dict) -> None:
     child = Child("one_that_waits", spec)
-    assert appears(spec["imported"])
     child.stop()
-    assert child._process.returncode and not Path(spec["begun"]).exists()
+    assert child._process.returncode == -signal.SIGKILL
 
 
-def test_it_ends_with_its_parent(spec: dict) -> None:
-    parent = f"from benchmarks.vllm_process import Child; c = Child('one_that_waits', {spec})"
-    parent += "; print(c._process.pid, flush=True); import os; os._exit(0)"
-    printed = subprocess.run([sys.executable, "-c", parent], capture_output=True, check=True).stdout
-    assert appears(spec["imported"])
-    until, process = monotonic() + 60, Path(f"/proc/{int(printed)}")
-    while is_running(process) and monotonic() < until:
-        sleep(0.02)
-    assert not is_running(process) and not Path(spec["begun"]).exists()
-
-
-def is_running(process: Path) -> bool:
-    try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def test_it_waits_as_long_as_its_parent_runs(tmp_path: Path) -> None:
+    begin = tmp_path / "begin"
+    timer, start = Timer(0.2, begin.touch), monotonic()
+    timer.start()
+    wait_to_begin({"begin": str(begin), "parent": os.getppid()})
+    assert monotonic() - start >= 0.2
+    with pytest.raises(SystemExit, match="has ended"):
+        wait_to_begin({"begin": f"{begin}-never", "parent": os.getppid() + 1})
