@@ -1,7 +1,8 @@
 """Run programs that a model wrote in a sandbox, where they can change no file and use no network.
 
 Linux namespaces (``unshare`` of util-linux) give a program a read-only file system, no network and
-no other processes; resource limits bound its time and memory. ``check`` tests the sandbox first.
+no other processes; resource limits bound its time, memory and output. ``check`` tests the sandbox
+first.
 """
 
 from __future__ import annotations
@@ -22,20 +23,34 @@ from oscar_mm import InputError
 
 SECONDS, BYTES = 5, 1 << 30
 """Limits of a program: seconds of processor time and of wall-clock time, and bytes of memory."""
+_PRINTED_BYTES = 1 << 20
+"""Maximum number of bytes that a program may print."""
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid")
 _UNSHARE += ("--fork", "--kill-child", "--mount-proc")
 _READ_ONLY = """
 mount --make-rprivate /
 awk '{print $5}' /proc/self/mountinfo | sort -u | while read -r point; do
-  mount -o remount,bind,ro "$point" 2>/dev/null || true
+  mount -o remount,bind,ro "$(printf %b "$point")" 2>/dev/null || true
 done
-exec "$@"
+unshare --user --mount "$@"
+exit $?
 """
-"""Shell script that makes all mounts read-only, then runs its arguments."""
+"""Shell script that makes all mounts read-only, then runs its arguments.
+
+They run in further namespaces, where nobody can make the mounts writable again. The shell remains
+the first process, so that all processes of a program end with it. Spaces in paths of mountinfo are
+octal.
+"""
 _ATTEMPTS = """
-import os, socket, sys
+import ctypes, os, socket, sys
 folder, port = sys.argv[1], int(sys.argv[2])
+def remount():
+    libc, locked = ctypes.CDLL(None, use_errno=True), 14  # MS_NOSUID | MS_NODEV | MS_NOEXEC
+    flags = os.statvfs("/").f_flag & locked | 4128  # MS_BIND | MS_REMOUNT
+    if libc.mount(None, b"/", None, flags, None):
+        raise OSError(ctypes.get_errno())
 attempts = {
+    "make files writable": remount,
     "write files": lambda: open(folder + "/new", "w"),
     "remove files": lambda: os.remove(folder + "/kept"),
     "use the network": lambda: socket.create_connection(("127.0.0.1", port), 1),
@@ -79,28 +94,31 @@ def check() -> None:
 def _run(program: str, *arguments: str, seconds: float = SECONDS) -> tuple[int, str]:
     """Return the exit code of a program and what it printed; the code is not 0 after a timeout."""
     python = (sys.executable, "-I", "-c", program, *arguments)
-    process = subprocess.Popen(
-        [*_UNSHARE, "sh", "-c", _READ_ONLY, "sh", *python],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd="/",
-        env={"PATH": os.defpath, "PYTHONHASHSEED": "0"},
-        preexec_fn=_limit,
-        start_new_session=True,
-    )
-    try:
-        printed, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return -1, f"more than {seconds:.0f} s"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    return process.returncode, printed.decode(errors="replace")
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(
+            [*_UNSHARE, "sh", "-c", _READ_ONLY, "sh", *python],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+            env={"PATH": os.defpath, "PYTHONHASHSEED": "0"},
+            preexec_fn=_limit,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return -1, f"more than {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        return code, printed.read().decode(errors="replace")
 
 
 def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_PRINTED_BYTES, _PRINTED_BYTES))
