@@ -10,12 +10,13 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 
 _NAMES = ("Anna", "Boris", "Clara", "David", "Elena", "Farid", "Greta", "Hugo", "Irina", "Jonas")
 _GOODS = ("apples", "pencils", "stamps", "marbles", "postcards", "buttons", "tickets", "shells")
 _SHOWN_SEED = -1
 """Seed of the solved problems."""
-_ANSWER = re.compile(r"The answer is (-?[\d,]+)")
+_ANSWER = re.compile(r"The answer is (-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class WordProblem:
     def passes(self, answer: str) -> bool:
         """Return whether an answer's first "The answer is" gives the right number."""
         found = _ANSWER.search(answer)
-        return found is not None and int(found[1].replace(",", "") or "0") == self.answer
+        return found is not None and Decimal(found[1].replace(",", "")) == self.answer
 
 
 def word_problems(count: int) -> list[WordProblem]:

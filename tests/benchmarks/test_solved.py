@@ -9,7 +9,7 @@ import pytest
 from benchmarks import solved
 from benchmarks.record import Record
 from benchmarks.solved import Tally, Texts
-from benchmarks.word_problems import word_problems
+from benchmarks.word_problems import WordProblem, word_problems
 from oscar_mm.pipelines.text import load_text_model
 from tests.languages import build_language_model
 
@@ -31,6 +31,19 @@ def test_solutions_of_word_problems_are_right() -> None:
         assert not problem.passes(f"{problem.answer}")
     assert len({problem.question for problem in problems}) == len(problems)
     assert word_problems(8) == problems[:8]
+
+
+@pytest.mark.parametrize(
+    ("number", "passes"),
+    [
+        *[("1200", True), ("1,200", True), ("1200.00", True), ("1,200, or 7", True)],
+        *[("1200.5", False), ("-1200", False), ("-,", False), (",", False), ("$1200", False)],
+        ("1" * 5000, False),
+    ],
+)
+def test_numbers_in_answers(number: str, passes: bool) -> None:
+    problem = WordProblem("word problem 0", "", "", 1200)
+    assert problem.passes(f"So the rest is 7. The answer is {number}.") == passes
 
 
 def test_a_prompt_shows_solved_problems_of_each_kind() -> None:
