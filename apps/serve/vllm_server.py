@@ -47,9 +47,12 @@ _REFUSED = {
     "waiting": "vLLM does not limit its queue",
     "queue_timeout": "vLLM does not limit its queue",
     "trusted_proxy": "vLLM does not tell clients apart",
+    "realtime": "vLLM does not limit realtime sessions",
     "conversations": "vLLM caches all prompt prefixes that fit into its KV memory",
     "prefill_chunk": "vLLM chunks prompts itself: use -- --max-num-batched-tokens N",
     "ignore_tools": "vLLM refuses tools unless -- --enable-auto-tool-choice is set",
+    "weights": "use -- --quantization fp8, or a checkpoint that is quantized",
+    "drafts": f'use -- {_DRAFTS} JSON, such as {{"method": "mtp", "num_speculative_tokens": 1}}',
     "device": "set CUDA_VISIBLE_DEVICES to choose vLLM's GPUs",
     "device_map": "use -- --tensor-parallel-size N, which spreads a model over N GPUs",
 }
@@ -128,14 +131,14 @@ def _with_draft_attention(passed: Sequence[str]) -> list[str]:
     found = list(passed)
     for place, argument in enumerate(found):
         name, equals, value = argument.partition("=")
-        if name not in (_DRAFTS, "-sc"):
+        if _hyphenated(name) not in (_DRAFTS, "-sc"):
             continue
         if equals:
             found[place] = f"{name}={_with_backend(value)}"
         elif place + 1 < len(found):
             found[place + 1] = _with_backend(found[place + 1])
         return found
-    if any(argument.startswith(f"{_DRAFTS}.") for argument in found):
+    if _DRAFTS in _option_names(found):  # as in --speculative-config.method
         # vLLM makes one object of such arguments, and takes the last of two equal ones.
         return [f"{_DRAFTS}.attention_backend", _BACKEND, *found]
     if _option_names(found) & {"--spec-method", "--spec-model"}:
@@ -155,7 +158,12 @@ def _with_backend(drafts: str) -> str:
 
 
 def _option_names(passed: Sequence[str]) -> set[str]:
-    return {re.split("[=.]", argument)[0] for argument in passed}
+    return {_hyphenated(re.split("[=.]", argument)[0]) for argument in passed}
+
+
+def _hyphenated(option: str) -> str:
+    """Return the name of an option as vLLM reads it, which takes underscores for hyphens."""
+    return option.replace("_", "-") if option.startswith("--") else option
 
 
 def _vllm_version() -> tuple[int, ...]:

@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from oscar_mm.apps.options import KEY_VARIABLE
 from oscar_mm.apps.serve import vllm_server
+from oscar_mm.apps.serve.command import serve
 from oscar_mm.apps.serve.vllm_server import vllm_arguments
 from oscar_mm.cli import run
 from oscar_mm.errors import InputError
@@ -103,7 +105,10 @@ def test_layers_with_windows_stay_those_of_vllm(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(vllm_server, "version", lambda _: "0.33.1rc2")
     kinds = json.loads(value(arguments(), "--attention-config"))
     assert kinds == {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}
-    for chosen in (["--attention-config", "{}"], ["-ac={}"], ["--attention-config.backend", "X"]):
+    for chosen in (
+        *(["--attention-config", "{}"], ["-ac={}"], ["--attention-config.backend", "X"]),
+        *(["--attention_config={}"], ["--attention_config.backend", "X"]),
+    ):
         found = arguments(*chosen)
         assert found[-len(chosen) :] == chosen and len(found) == 16 + len(chosen)
 
@@ -130,8 +135,11 @@ def test_drafts_have_our_attention(passed: list[str], expected: dict) -> None:
 
 def test_drafts_in_other_notations() -> None:
     assert arguments('-sc={"method": "mtp"}')[-1] == "-sc=" + json.dumps(OWN | {"method": "mtp"})
-    words = ["--speculative-config.method", "mtp"]
-    assert arguments(*words)[-4:] == ["--speculative-config.attention_backend", "CUSTOM", *words]
+    for words in (["--speculative-config.method", "mtp"], ["--speculative_config.method=mtp"]):
+        found = arguments(*words)[-2 - len(words) :]
+        assert found == ["--speculative-config.attention_backend", "CUSTOM", *words]
+    assert json.loads(arguments("--speculative_config", "{}")[-1]) == OWN
+    assert json.loads(value(arguments("--spec_method=mtp"), "--speculative-config")) == OWN
     for wrong in (["-sc", "{"], ["-sc", "[]"], ["-sc"], ["-sc="]):  # vLLM says what is wrong.
         assert arguments(*wrong)[-len(wrong) :] == wrong
 
@@ -152,6 +160,9 @@ def test_policies_of_stream_pages(policy: str) -> None:
         ({"queue_timeout": 9.0}, "--queue-timeout with --engine vllm: vLLM does not limit"),
         ({"trusted_proxy": ["::1"]}, "--trusted-proxy with --engine vllm: vLLM does not tell"),
         ({"max_request": "1GB"}, "--max-request with --engine vllm"),
+        ({"realtime": 0}, "--realtime with --engine vllm: vLLM does not limit realtime"),
+        ({"weights": "int8"}, "--weights with --engine vllm: use -- --quantization fp8"),
+        ({"drafts": True}, "--drafts with --engine vllm: use -- --speculative-config JSON"),
         ({"conversations": 2}, "--conversations with --engine vllm"),
         ({"device": "cuda:1"}, "set CUDA_VISIBLE_DEVICES to choose"),
         ({"device_map": "auto"}, "use -- --tensor-parallel-size N"),
@@ -163,6 +174,13 @@ def test_refused(options: dict, expected: str) -> None:
     with pytest.raises(InputError) as refused:
         arguments(**options)
     assert expected in str(refused.value)
+
+
+def test_no_option_is_ignored() -> None:
+    read = {"context", "passed", "model", "engine", "policy", "host", "port", "api_key_file"}
+    read |= {"prefix_cache", "allow_remote", "allowed_media_domains"}
+    known = read | vllm_server._ARGUMENTS.keys() | vllm_server._REFUSED.keys()
+    assert set(signature(serve).parameters) == known
 
 
 @pytest.mark.parametrize(
