@@ -417,6 +417,9 @@ class FastDecoder:
             hidden: (batch, tokens per row, hidden size).
             positions: (batch, tokens per row), or (axes, batch, tokens per row), see ``__call__``.
         """
+        if positions.ndim == 2 and hasattr(self._rotary, "mrope_section"):
+            # Qwen3.5 without its tower; transformers 5.17 does not expand its positions.
+            positions = positions.expand(3, -1, -1)
         found = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
         cosine, sine = (x.expand(*hidden.shape[:2], -1).flatten(0, 1).contiguous() for x in found)
         return cosine, sine
