@@ -7,9 +7,9 @@ application process the others:
 
 - ``open``: a request has arrived; the value is its ASGI scope.
 - ``event``: the next ASGI event of a request, which ``receive`` asked for.
-- ``taken``: size of the events of an answer (``payload_size``) that were sent to the client since
-  the previous such message.
-- ``lost``: no more events of an answer can be sent; the value says why.
+- ``acked``: size of the events of an answer (``payload_size``) that were sent to the client since
+  the previous such message; so the application knows how much is on its way.
+- ``lost``: the client can get no more events of an answer; the value says why.
 - ``cancel``: the answer has taken too long to end while the server stops.
 - ``receive``: the application waits for the next event of a request.
 - ``send``: the value is an ASGI event of the answer.
@@ -23,11 +23,18 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Final, Literal, cast
 
-READY, STOP, ABORT = "ready", "stop", "abort"
-"""The connection process accepts connections; it must stop gracefully; it must abort those
-connections that are left."""
+READY: Final = "ready"
+"""The connection process accepts connections."""
+STOP: Final = "stop"
+"""The connection process is to stop gracefully."""
+ABORT: Final = "abort"
+"""The connection process is to abort the connections that are still open."""
+Kind = Literal[
+    "open", "event", "acked", "lost", "cancel", "receive", "send", "end", "ready", "stop", "abort"
+]
+"""Kind of a message."""
 _LENGTH_BYTES = 4
 
 
@@ -82,14 +89,14 @@ class Channel(asyncio.Protocol):
         self._transport = None
         self._ended()
 
-    def put(self, request: int, kind: str, value: Any = None) -> None:
+    def put(self, request: int, kind: Kind, value: Any = None) -> None:
         """Send a message, together with the others of this turn of the event loop.
 
         The message is dropped if the other process has ended.
 
         Args:
             request: number of the request; 0 if the message concerns none.
-            kind: kind of the message.
+            kind: kind of the message; see this module.
             value: any value that pickle supports.
         """
         if not self._messages:

@@ -23,8 +23,8 @@ import uvicorn
 from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size
 from oscar_mm.apps.connections import ConnectionLimits, server_config
 
-_REPORTED_BYTES = 1 << 14
-"""Bytes of an answer that are sent to its client between two ``taken`` messages."""
+_ACK_BYTES = 1 << 14
+"""Bytes of an answer that are sent to its client between two ``acked`` messages."""
 _Event = MutableMapping[str, Any]
 
 
@@ -67,16 +67,16 @@ class Forwarder:
         Raises:
             ApplicationError: if the application failed.
         """
-        number, taken, lost = next(self._numbers), 0, False
+        number, unacked, lost = next(self._numbers), 0, False
         messages = asyncio.Queue[tuple[str, Any]]()
-        asked = set[asyncio.Task[None]]()
+        receiving = set[asyncio.Task[None]]()
 
-        async def pass_on() -> None:
+        async def forward_event() -> None:
             self.channel.put(number, "event", await receive())
 
         def ask() -> None:
-            asked.add(task := asyncio.ensure_future(pass_on()))
-            task.add_done_callback(asked.discard)
+            receiving.add(task := asyncio.ensure_future(forward_event()))
+            task.add_done_callback(receiving.discard)
 
         self._requests[number] = messages, ask
         # The state belongs to this process's own lifespan.
@@ -94,16 +94,16 @@ class Forwarder:
                     except Exception as error:  # Such as uvicorn's for a closed WebSocket.
                         lost = True
                         self.channel.put(number, "lost", repr(error))
-                    taken += payload_size(value)
-                    if taken >= _REPORTED_BYTES:
-                        self.channel.put(number, "taken", taken)
-                        taken = 0
+                    unacked += payload_size(value)
+                    if unacked >= _ACK_BYTES:
+                        self.channel.put(number, "acked", unacked)
+                        unacked = 0
         except asyncio.CancelledError:
             self.channel.put(number, "cancel")
             raise
         finally:
             del self._requests[number]
-            for task in asked:
+            for task in receiving:
                 task.cancel()
 
 

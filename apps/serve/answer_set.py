@@ -42,7 +42,7 @@ class AnswerSet:
     the prompt from the prefix cache, or the conversation's earlier turns from the stored chat.
 
     Args:
-        places: request queue to which each answer returns its slot.
+        queue: request queue to which each answer returns its slot.
         slots: one slot per answer.
         conversations, gone, arrival: see ``RunningAnswer``.
         requests: one request per prompt. The first answer to a prompt uses the request's seed,
@@ -54,19 +54,19 @@ class AnswerSet:
 
     def __init__(
         self,
-        places: RequestQueue,
+        queue: RequestQueue,
         slots: Sequence[Slot],
         conversations: Conversations,
         requests: Sequence[ApiRequest],
         gone: asyncio.Future[None],
         arrival: float,
     ) -> None:
-        self.places, self._kept = places, requests[0].n
+        self.queue, self._kept = queue, requests[0].n
         free = iter(slots)
         self._groups = [
             [
                 RunningAnswer(
-                    places, next(free), conversations, _part(request, index), gone, arrival
+                    queue, next(free), conversations, _part(request, index), gone, arrival
                 )
                 for index in range(request.count)
             ]

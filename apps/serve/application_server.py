@@ -22,8 +22,9 @@ from oscar_mm.apps.serve.server import Server
 _CONNECTION_PROCESS = "oscar_mm.apps.connection_process"
 _START_S = 60.0
 """Maximum seconds until the connection process accepts connections."""
-_AHEAD_BYTES = 1 << 16
-"""Bytes of an answer that may be on their way to the client when one more event is sent."""
+_MAX_IN_FLIGHT_BYTES = 1 << 16
+"""Bytes of an answer that may be on their way to its client; while there are more, the application
+waits before it sends another event."""
 
 
 class ApplicationServer(Server):
@@ -43,7 +44,7 @@ class ApplicationServer(Server):
         self._exchanges: dict[int, _Exchange] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel
-        self._stops = False
+        self._is_stopping = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, and then the connection process, which gets the sockets."""
@@ -53,21 +54,25 @@ class ApplicationServer(Server):
         self._ready, self._ended = loop.create_future(), loop.create_future()
         ours, theirs = socket.socketpair()
         with theirs:
-            numbers = [taken.fileno() for taken in sockets or ()]
-            given = {"channel": theirs.fileno(), "sockets": numbers, "limits": asdict(self.limits)}
+            listening = [one.fileno() for one in sockets or ()]
+            options = {
+                "channel": theirs.fileno(),
+                "sockets": listening,
+                "limits": asdict(self.limits),
+            }
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _CONNECTION_PROCESS, json.dumps(given)],
+                [sys.executable, "-P", "-m", _CONNECTION_PROCESS, json.dumps(options)],
                 # Modules come from the search path of this process, not from the current folder.
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(x or os.curdir for x in sys.path)},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *numbers],
+                pass_fds=[theirs.fileno(), *listening],
                 start_new_session=True,  # Only this process should get Ctrl-C.
             )
         _, self._channel = await loop.create_unix_connection(
             lambda: Channel(self._received, self._process_ended), sock=ours
         )
-        either = [self._ready, self._ended]
-        await asyncio.wait(either, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        ends = (self._ready, self._ended)
+        await asyncio.wait(ends, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
         if not self._ready.done():
             self._process.kill()
             self.has_failed = self.should_exit = True
@@ -99,14 +104,14 @@ class ApplicationServer(Server):
     def _process_ended(self) -> None:
         """Stop, since no client can be answered without the connection process."""
         self._ended.set_result(None)
-        self.has_failed = not self._stops
+        self.has_failed = not self._is_stopping
         self.should_exit = True
         for exchange in self._exchanges.values():
-            exchange.leave()
+            exchange.disconnect()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop the service, while the connection process waits for answers to be sent."""
-        self._stops = True
+        self._is_stopping = True
         self._channel.put(0, STOP)
         await super().shutdown(sockets)
 
@@ -116,7 +121,7 @@ class ApplicationServer(Server):
     async def _wait_for_connections(self) -> None:
         assert self._process is not None
         await asyncio.wait([self._ended], timeout=self.limits.shutdown_s)
-        self._process.kill()  # Unless it has ended.
+        self._process.kill()  # Changes nothing if it has ended.
         await run_in_threadpool(self._process.wait)
 
 
@@ -136,34 +141,34 @@ class _Exchange:
         self.number, self.scope, self._channel = number, scope, channel
         self.task: asyncio.Task[None] | None = None
         self._events = asyncio.Queue[Message]()
-        self._asked, self._untaken, self._lost = False, 0, ""
+        self._has_asked, self._in_flight, self._lost = False, 0, ""
         self._changed = asyncio.Event()
-        """Set by each message, since ``taken`` and ``lost`` end a wait of ``send``."""
+        """Set by each message, since ``acked`` and ``lost`` end a wait of ``send``."""
 
     def received(self, kind: str, value: Any) -> None:
         """Handle a message about this request."""
         if kind == "event":
             self._events.put_nowait(value)
-        elif kind == "taken":
-            self._untaken -= value
+        elif kind == "acked":
+            self._in_flight -= value
         elif kind == "lost":
             self._lost = value
         elif kind == "cancel" and self.task is not None:
             self.task.cancel()
         self._changed.set()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Tell the application that the client is gone, since the connection process has ended."""
         self.received("event", {"type": f"{self.scope['type']}.disconnect", "code": 1006})
         self.received("lost", "the process that holds the connection has ended")
 
     async def receive(self) -> Message:
         """Return the next event of the request."""
-        if not self._asked:
-            self._asked = True
+        if not self._has_asked:
+            self._has_asked = True
             self._channel.put(self.number, "receive")
         event = await self._events.get()
-        self._asked = False
+        self._has_asked = False
         return event
 
     async def send(self, event: Message) -> None:
@@ -172,10 +177,10 @@ class _Exchange:
         Raises:
             OSError: if the connection is closed.
         """
-        while self._untaken > _AHEAD_BYTES and not self._lost:
+        while self._in_flight > _MAX_IN_FLIGHT_BYTES and not self._lost:
             self._changed.clear()
             await self._changed.wait()
         if self._lost:
             raise OSError(self._lost)
-        self._untaken += payload_size(event)
+        self._in_flight += payload_size(event)
         self._channel.put(self.number, "send", event)

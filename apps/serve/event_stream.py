@@ -111,7 +111,7 @@ async def _events(
     except Refusal as error:
         # The status has already been sent, because the answer has started.
         note_refusal(scope, str(error))
-        answers.places.metrics.requests.labels(str(error.status)).inc()
+        answers.queue.metrics.requests.labels(str(error.status)).inc()
         for event in written.failed(error):
             yield event
 

@@ -459,7 +459,7 @@ def read_request(
     source: MediaSource,
     template: TemplateOptions = USUAL,
     spoken: SpokenFormat | None = None,
-    said: KeptTranscripts | None = None,
+    transcripts: KeptTranscripts | None = None,
 ) -> ApiRequest:
     """Convert a body to a request: decode its media, and split its messages into turns.
 
@@ -468,14 +468,14 @@ def read_request(
         source: allowed sources of media, and their limits.
         template: validated chat-template options.
         spoken: voice and audio format of the answer; None for an answer in text.
-        said: transcripts of earlier spoken answers; None if there are none.
+        transcripts: transcripts of earlier spoken answers; None if there are none.
 
     Raises:
         FieldError: if a field is wrong; the message names the field and the remedy.
     """
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
-    _fill_in_transcripts(body.messages, KeptTranscripts() if said is None else said)
+    _fill_in_transcripts(body.messages, KeptTranscripts() if transcripts is None else transcripts)
     decoder = MediaDecoder(source, body.cache_salt or "", UsualOptions(body))
     messages = [
         _decode_message(message, place, decoder) for place, message in enumerate(body.messages)
@@ -507,7 +507,7 @@ def read_request(
     return request
 
 
-def _fill_in_transcripts(messages: list[GivenMessage], said: KeptTranscripts) -> None:
+def _fill_in_transcripts(messages: list[GivenMessage], transcripts: KeptTranscripts) -> None:
     """Fill in the text of assistant messages that refer to the audio of an earlier answer."""
     for place, message in enumerate(messages):
         if message.audio is None:
@@ -516,7 +516,7 @@ def _fill_in_transcripts(messages: list[GivenMessage], said: KeptTranscripts) ->
         if message.role != "assistant":
             raise FieldError("only a message of role assistant may have audio", field)
         if not message.content:
-            text = said.transcript(message.audio, field)
+            text = transcripts.transcript(message.audio, field)
             message.content = [GivenPart(type="text", text=text)]
 
 

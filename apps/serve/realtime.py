@@ -40,7 +40,7 @@ _EVENT_BYTES = 6400
 second."""
 _MAX_SLOWED = 1000
 """Number of events in a row that may come faster, and wait; then the session ends."""
-_KEEPS = {None: None, "true": True, "false": False}
+_KEEP_VALUES = {None: None, "true": True, "false": False}
 """Values of the query's field ``keep``."""
 _RESUME_S = 10.0
 """Maximum seconds that a client waits until the earlier connection of its session has ended."""
@@ -54,26 +54,26 @@ class _Connection:
         model: name of the session's model.
 
     Attributes:
-        left: future that is done once the session can be resumed.
+        released: future that is done once the session can be resumed.
         reason: why the connection ends.
     """
 
     def __init__(self, address: str, model: str) -> None:
         self.address, self.model = address, model
-        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reason = "the session has ended"
-        self._given_up = False
+        self._is_disconnected = False
         self._reading: asyncio.Future[Any] | None = None
 
-    def follow(self, reading: asyncio.Future[Any]) -> None:
-        """Set the task that handles the events of the client; ``give_up`` cancels it."""
+    def attach(self, reading: asyncio.Future[Any]) -> None:
+        """Set the task that handles the events of the client; ``disconnect`` cancels it."""
         self._reading = reading
-        if self._given_up:
+        if self._is_disconnected:
             reading.cancel()
 
-    def give_up(self) -> None:
-        """End the connection, since another one resumes the session."""
-        self.reason, self._given_up = "another connection has resumed the session", True
+    def disconnect(self) -> None:
+        """End the connection, because another one resumes the session."""
+        self.reason, self._is_disconnected = "another connection has resumed the session", True
         if self._reading is not None:
             self._reading.cancel()
 
@@ -101,29 +101,30 @@ class Realtime:
         model = socket.query_params.get("model")
         try:
             self._check(socket, model)
-            keeps = self._keeps(socket)
-            kept = await self._resumed(socket, model, address)
-            # From here to the count below nothing is awaited, so no other client takes the place.
-            self._check_places(address)
+            keeps = self._keep_requested(socket)
+            kept = await self._take_over(socket, model, address)
+            # Nothing is awaited from here to the count below, so no other client is counted in
+            # between.
+            self._check_capacity(address)
             if kept is not None:
-                self._take(kept)
+                self._claim(kept)
         except Refusal as error:
             await self._deny(socket, error)
             return
         self._open[address] += 1
         self._service.metrics.realtime.inc()
-        with ExitStack() as place:
-            place.callback(self._free_place, address)
+        with ExitStack() as cleanup:
+            cleanup.callback(self._count_closed, address)
             if kept is not None:  # Now, so that others that resume the session wait for this one.
-                self._hold(kept.id, _Connection(address, kept.settings["model"]), place)
-            await self._serve(socket, kept, client, place, keeps=keeps)
+                self._register(kept.id, _Connection(address, kept.settings["model"]), cleanup)
+            await self._serve(socket, kept, client, cleanup, keeps=keeps)
 
     async def _serve(
         self,
         socket: WebSocket,
         kept: KeptSession | None,
         client: tuple[str, ...],
-        place: ExitStack,
+        cleanup: ExitStack,
         *,
         keeps: bool,
     ) -> None:
@@ -133,24 +134,24 @@ class Realtime:
             socket: connection.
             kept: session that it resumes; None for a new one.
             client: see ``client_of``.
-            place: callbacks that free the session's place among the open ones. They move to the
-                task that frees the memory, which calls them when it is done.
+            cleanup: callbacks that remove the session from the open ones. They move to the task
+                that frees the memory, which calls them when it is done.
             keeps: whether the client can return to the session.
         """
         offered, model = socket.scope.get("subprotocols", []), socket.query_params.get("model")
-        begun: KeptSession | Chat | None = kept
+        state: KeptSession | Chat | None = kept
         try:
             await socket.accept(_PROTOCOL if _PROTOCOL in offered else None)
-            if begun is None:
-                begun = await run_sync(partial(self._new_chat, model))
+            if state is None:
+                state = await run_sync(partial(self._new_chat, model))
         except BaseException:
             if kept is not None:  # The client may return once more.
-                returned = asyncio.ensure_future(self._put_back(kept, place.pop_all()))
-                self._service.places.track_closing(returned)
+                returned = asyncio.ensure_future(self._put_back(kept, cleanup.pop_all()))
+                self._service.queue.track_closing(returned)
             raise
-        await self._run(socket, begun, client, place, keeps=keeps)
+        await self._run(socket, state, client, cleanup, keeps=keeps)
 
-    def _free_place(self, address: str) -> None:
+    def _count_closed(self, address: str) -> None:
         self._open[address] -= 1
         self._open = +self._open
         self._service.metrics.realtime.dec()
@@ -163,10 +164,10 @@ class Realtime:
         """
         self._service.authorize(socket)
         self._service.check_model(model)
-        if self._service.places.stopping.done():
+        if self._service.queue.stopping.done():
             raise stopping()
 
-    def _check_places(self, address: str, leaving: str | None = None) -> None:
+    def _check_capacity(self, address: str, leaving: str | None = None) -> None:
         """Refuse a session if too many are open.
 
         Args:
@@ -180,19 +181,19 @@ class Realtime:
         if others[address] + 1 > self._service.limits.realtime - others.total():
             raise busy("there are too many realtime sessions", "realtime")
 
-    def _keeps(self, socket: WebSocket) -> bool:
+    def _keep_requested(self, socket: WebSocket) -> bool:
         """Return whether the client can return to its session, as its query asks.
 
         Raises:
             Refusal: if the query is wrong.
         """
         query = socket.query_params
-        if (keep := query.get("keep")) not in _KEEPS:
+        if (keep := query.get("keep")) not in _KEEP_VALUES:
             raise Refusal(400, "keep: must be true or false", field="keep")
-        given = _KEEPS[keep]
+        given = _KEEP_VALUES[keep]
         return "session" in query if given is None else given
 
-    async def _resumed(
+    async def _take_over(
         self, socket: WebSocket, model: str | None, address: str
     ) -> KeptSession | None:
         """Find the session that a client returns to, and end the connection that it still has.
@@ -211,10 +212,10 @@ class Realtime:
             return None
         while (connection := self._connections.get(key)) is not None:
             self._check_same_model(model, connection.model)
-            self._check_places(address, leaving=connection.address)
-            connection.give_up()
-            await asyncio.wait((connection.left,), timeout=_RESUME_S)
-            if not connection.left.done():
+            self._check_capacity(address, leaving=connection.address)
+            connection.disconnect()
+            await asyncio.wait((connection.released,), timeout=_RESUME_S)
+            if not connection.released.done():
                 raise busy("the last answer of the session has not ended", "realtime")
         if (kept := self._kept.find(key)) is None:
             raise _unknown_session()
@@ -237,9 +238,9 @@ class Realtime:
     async def _run(
         self,
         socket: WebSocket,
-        begun: KeptSession | Chat,
+        state: KeptSession | Chat,
         client: tuple[str, ...],
-        place: ExitStack,
+        cleanup: ExitStack,
         *,
         keeps: bool,
     ) -> None:
@@ -255,7 +256,7 @@ class Realtime:
                 async with asyncio.timeout(_SEND_S):
                     await socket.send_text(text)
             except (TimeoutError, WebSocketDisconnect, RuntimeError, OSError):
-                session.leave()
+                session.disconnect()
                 reading.cancel()
 
         async def read() -> tuple[int, str]:
@@ -267,30 +268,30 @@ class Realtime:
                 return 1000, "the session was idle, or has lasted too long"
 
         model = socket.query_params.get("model")
-        how = self._service, begun, model, client, send, self._threads
+        how = self._service, state, model, client, send, self._threads
         session = RealtimeSession(*how, keeps=keeps)
         reading = asyncio.ensure_future(read())
         connection = self._connections.get(session.id) or _Connection(client[0], session.model)
-        connection.follow(reading)
+        connection.attach(reading)
         if keeps and session.id not in self._connections:
-            self._hold(session.id, connection, place)
+            self._register(session.id, connection, cleanup)
         ended: tuple[int, str] | None = None
         try:
             with suppress(asyncio.CancelledError, WebSocketDisconnect):
                 ended = await asyncio.shield(reading)
         finally:
             reading.cancel()
-            session.leave()
+            session.disconnect()
             # Not awaited: the engine frees the memory between two steps, and a step that compiles
             # kernels takes long. Neither the connection nor the server's stop waits for it.
-            closing = asyncio.ensure_future(self._end(session, place.pop_all(), keeps=keeps))
-            self._service.places.track_closing(closing)
+            closing = asyncio.ensure_future(self._end(session, cleanup.pop_all(), keeps=keeps))
+            self._service.queue.track_closing(closing)
         if socket.application_state is WebSocketState.CONNECTED:
             with suppress(WebSocketDisconnect, RuntimeError, OSError, TimeoutError):
                 async with asyncio.timeout(_SEND_S):
                     await socket.close(*(ended or (1000, connection.reason)))
 
-    def _take(self, kept: KeptSession) -> None:
+    def _claim(self, kept: KeptSession) -> None:
         """Remove a session from the store for its client.
 
         Raises:
@@ -301,19 +302,19 @@ class Realtime:
         if (expiry := self._expiries.pop(kept.id, None)) is not None:
             expiry.cancel()
 
-    def _hold(self, key: str, connection: _Connection, place: ExitStack) -> None:
-        """Register the connection of a session until its place is free."""
+    def _register(self, key: str, connection: _Connection, cleanup: ExitStack) -> None:
+        """Register the connection of a session until ``cleanup`` is closed."""
         self._connections[key] = connection
-        place.callback(self._leave, key)
+        cleanup.callback(self._unregister, key)
 
-    def _leave(self, key: str) -> None:
-        self._connections.pop(key).left.set_result(None)
+    def _unregister(self, key: str) -> None:
+        self._connections.pop(key).released.set_result(None)
 
-    async def _end(self, session: RealtimeSession, place: ExitStack, *, keeps: bool) -> None:
-        """Keep a session whose connection has ended, or free its memory; then free its place."""
-        with place:
+    async def _end(self, session: RealtimeSession, cleanup: ExitStack, *, keeps: bool) -> None:
+        """Keep a session whose connection has ended, or free its memory; then close ``cleanup``."""
+        with cleanup:
             kept = None
-            if keeps and not self._service.places.stopping.done():
+            if keeps and not self._service.queue.stopping.done():
                 with suppress(RuntimeError):
                     kept = await session.keep()
             if kept is None:
@@ -321,9 +322,9 @@ class Realtime:
             else:
                 await self._keep(kept)
 
-    async def _put_back(self, kept: KeptSession, place: ExitStack) -> None:
-        """Store a session again that could not be resumed; then free its place."""
-        with place:
+    async def _put_back(self, kept: KeptSession, cleanup: ExitStack) -> None:
+        """Store a session again that could not be resumed; then close ``cleanup``."""
+        with cleanup:
             await self._keep(kept)
 
     async def _keep(self, kept: KeptSession) -> None:
@@ -340,7 +341,7 @@ class Realtime:
         del self._expiries[key]
         if (kept := self._kept.find(key)) is not None:
             closing = asyncio.ensure_future(run_sync(self._kept.expire, kept))
-            self._service.places.track_closing(closing)
+            self._service.queue.track_closing(closing)
 
     def _new_chat(self, model: str | None) -> Chat:
         """Return a chat that shares no prefix with others."""
@@ -377,7 +378,7 @@ class Realtime:
             if slowed:  # Meanwhile nothing is received.
                 await asyncio.sleep(-budget / _EVENTS_PER_S)
             before_reply = sent()
-            await session.take(data)
+            await session.receive(data)
             budget -= (sent() - before_reply) / _EVENT_BYTES
         return 1008, "too many events"
 

@@ -143,17 +143,17 @@ class RealtimeItems:
         about = {"item": entry.item, "previous_item_id": self.last_id}
         self._entries[entry.id] = entry
         self._size += entry.size
-        await self.tasks.tell("conversation.item.added", **about)
+        await self.tasks.send_event("conversation.item.added", **about)
         if done:
-            await self.tasks.tell("conversation.item.done", **about)
+            await self.tasks.send_event("conversation.item.done", **about)
 
-    async def tell_all(self) -> None:
+    async def send_all(self) -> None:
         """Tell the client all items, as if they were added now."""
         previous = None
         for entry in [*self._entries.values()]:
             about = {"item": entry.item, "previous_item_id": previous}
-            await self.tasks.tell("conversation.item.added", **about)
-            await self.tasks.tell("conversation.item.done", **about)
+            await self.tasks.send_event("conversation.item.added", **about)
+            await self.tasks.send_event("conversation.item.done", **about)
             previous = entry.id
             # Sending does not yield to other clients while buffers are free.
             await asyncio.sleep(0)
@@ -229,7 +229,7 @@ class RealtimeItems:
         await self.add(entry)
         if message is not None:
             add = self._add_answer if message.role == "assistant" else self.add_text
-            self.tasks.do(partial(add, entry), event)
+            self.tasks.enqueue(partial(add, entry), event)
         return entry, samples
 
     def _has_call(self, call_id: str) -> bool:
@@ -435,7 +435,7 @@ class RealtimeItems:
             raise FieldError("cannot be deleted while something is heard or said", "item_id")
         await self.tasks.in_thread(partial(self._forget, entry.turn, entry.medium))
         self.drop(entry)
-        await self.tasks.tell("conversation.item.deleted", item_id=item_id)
+        await self.tasks.send_event("conversation.item.deleted", item_id=item_id)
 
     def _forget(self, turn: int, medium: int) -> None:
         of_turn = [one for one in self.chat.segments if one.turn == turn and one.modality]
@@ -462,7 +462,7 @@ class RealtimeItems:
         entry.frames *= end_ms / entry.speech_ms
         entry.speech_ms = end_ms
         told = {"item_id": entry.id, "content_index": 0, "audio_end_ms": end_ms}
-        await self.tasks.tell("conversation.item.truncated", **told)
+        await self.tasks.send_event("conversation.item.truncated", **told)
 
     async def shorten(self, entry: Entry, tokens: int) -> None:
         """Remove all but the first tokens of the last answer."""

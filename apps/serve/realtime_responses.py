@@ -170,7 +170,7 @@ class RealtimeResponses:
         cut, done = loop.create_future(), loop.create_future()
         offer = self.tools if tools is None else tools
         self.active = Response(fields, "audio" in wanted, offer, entry, cut, done)
-        self._tasks.do(partial(self._answer, self.active), event)
+        self._tasks.enqueue(partial(self._answer, self.active), event)
 
     def offer(self, choice: ToolChoice) -> ToolOffer | None:
         """Return the session's tools with the choice of an answer.
@@ -212,10 +212,12 @@ class RealtimeResponses:
             self.cut(response.reason)
         self._items.answering, response.asked = response.done, [*self._items.unanswered]
         arrival = perf_counter()
-        await self._tasks.tell("response.created", response=self._fields(response, "in_progress"))
+        await self._tasks.send_event(
+            "response.created", response=self._fields(response, "in_progress")
+        )
         slot: Slot | None = None
         try:
-            [slot] = await self._service.places.take(self._client, response.cut)
+            [slot] = await self._service.queue.take(self._client, response.cut)
             self._service.metrics.running.inc()
             with as_refusals():
                 stream, pieces, first = await self._first_piece(response)
@@ -234,7 +236,7 @@ class RealtimeResponses:
     ) -> tuple[AnswerStream, AsyncPieces[Piece | Speech], Piece | Speech | None]:
         """Read the question, and return the stream of the answer with its first piece."""
         deadline = perf_counter() + self._service.limits.memory_wait_s
-        places, conversations = self._service.places, self._service.conversations
+        queue, conversations = self._service.queue, self._service.conversations
         while True:
             try:
                 stream = await self._tasks.in_thread(partial(self._stream, response))
@@ -248,7 +250,7 @@ class RealtimeResponses:
                 if (left := deadline - perf_counter()) <= 0:
                     raise
                 if not await run_sync(conversations.give_way):
-                    await places.wait_for_memory(response.cut, left)
+                    await queue.wait_for_memory(response.cut, left)
 
     def _stream(self, response: Response) -> AnswerStream:
         options: dict[str, Any] = {}
@@ -289,13 +291,13 @@ class RealtimeResponses:
 
     def _release(self, slot: Slot) -> None:
         self._service.metrics.running.dec()
-        self._service.places.release(slot)
+        self._service.queue.release(slot)
 
     async def _open(self, response: Response, entry: Entry) -> None:
         """Begin an item of an answer."""
         response.output.append(entry)
         place = {"response_id": response.id, "output_index": len(response.output) - 1}
-        await self._tasks.tell("response.output_item.added", item=entry.item, **place)
+        await self._tasks.send_event("response.output_item.added", item=entry.item, **place)
         await self._items.add(entry, done=False)
 
     async def _open_message(self, response: Response) -> None:
@@ -305,7 +307,7 @@ class RealtimeResponses:
         await self._open(response, response.entry)
         kind = "audio" if response.speaks else "text"
         part = {"type": kind, "transcript" if response.speaks else "text": ""}
-        await self._tell_part(response, "response.content_part.added", part=part)
+        await self._send_part_event(response, "response.content_part.added", part=part)
 
     async def _send_piece(
         self, response: Response, piece: Piece | Speech, times: AnswerTimes
@@ -320,12 +322,12 @@ class RealtimeResponses:
         if isinstance(piece, Speech):
             response.samples += len(piece.samples)
             delta = base64.b64encode(pcm16(piece.samples)).decode()
-            await self._tell_part(response, "response.output_audio.delta", delta=delta)
+            await self._send_part_event(response, "response.output_audio.delta", delta=delta)
             return
         times.note()
         response.text += piece
         kind = "audio_transcript" if response.speaks else "text"
-        await self._tell_part(response, f"response.output_{kind}.delta", delta=piece)
+        await self._send_part_event(response, f"response.output_{kind}.delta", delta=piece)
 
     async def _send_call(self, response: Response, piece: ToolCallDelta) -> None:
         if piece.id is not None:
@@ -336,11 +338,11 @@ class RealtimeResponses:
         if piece.arguments:
             kind, call_id = "response.function_call_arguments.delta", entry.item["call_id"]
             about = response.place(entry) | {"call_id": call_id, "delta": piece.arguments}
-            await self._tasks.tell(kind, **about)
+            await self._tasks.send_event(kind, **about)
 
-    async def _tell_part(self, response: Response, kind: str, **fields: Any) -> None:
+    async def _send_part_event(self, response: Response, kind: str, **fields: Any) -> None:
         place = response.place(response.entry)
-        await self._tasks.tell(kind, **place, content_index=0, **fields)
+        await self._tasks.send_event(kind, **place, content_index=0, **fields)
 
     async def _finish(
         self, response: Response, slot: Slot, answer: Answer, times: AnswerTimes
@@ -378,26 +380,28 @@ class RealtimeResponses:
             # What was not sent was not heard.
             await self._items.shorten(entry, entry.tokens_within(entry.speech_ms))
         if response.speaks:
-            await self._tell_part(response, "response.output_audio.done")
-            await self._tell_part(response, "response.output_audio_transcript.done", **text)
+            await self._send_part_event(response, "response.output_audio.done")
+            await self._send_part_event(response, "response.output_audio_transcript.done", **text)
         else:
-            await self._tell_part(response, "response.output_text.done", **text)
+            await self._send_part_event(response, "response.output_text.done", **text)
         part = {"type": "audio" if response.speaks else "text", **text}
-        await self._tell_part(response, "response.content_part.done", part=part)
+        await self._send_part_event(response, "response.content_part.done", part=part)
         await self._close_item(response, entry)
 
     async def _finish_call(self, response: Response, entry: Entry, arguments: str) -> None:
         entry.item["arguments"] = arguments
         call = {name: entry.item[name] for name in ("call_id", "name", "arguments")}
         kind = "response.function_call_arguments.done"
-        await self._tasks.tell(kind, **response.place(entry), **call)
+        await self._tasks.send_event(kind, **response.place(entry), **call)
         await self._close_item(response, entry)
 
     async def _close_item(self, response: Response, entry: Entry) -> None:
         """Send the last events of an item."""
         place = {"response_id": response.id, "output_index": response.output.index(entry)}
-        await self._tasks.tell("response.output_item.done", item=entry.item, **place)
-        await self._tasks.tell("conversation.item.done", item=entry.item, previous_item_id=None)
+        await self._tasks.send_event("response.output_item.done", item=entry.item, **place)
+        await self._tasks.send_event(
+            "conversation.item.done", item=entry.item, previous_item_id=None
+        )
 
     async def _fail(self, response: Response, error: BaseException) -> None:
         """Send the last event of an answer that does not become a turn of the chat."""
@@ -424,10 +428,10 @@ class RealtimeResponses:
         self.active = self._items.answering = None
         if not response.done.done():
             response.done.set_result(None)
-        self._tasks.do(self._items.catch_up)
+        self._tasks.enqueue(self._items.catch_up)
         details = {name: value for name, value in details.items() if value is not None}
         fields = self._fields(response, status) | {"status_details": details, "usage": usage}
-        await self._tasks.tell("response.done", response=fields)
+        await self._tasks.send_event("response.done", response=fields)
 
     def _fields(self, response: Response, status: str) -> dict[str, Any]:
         return {

@@ -59,7 +59,7 @@ class RealtimeSession:
 
     Args:
         service: service of the server.
-        begun: new chat, or the session that the client resumes; the session closes it.
+        state: new chat, or the session that the client resumes; the session closes it.
         model: name of the model that a new session has asked for; None for the served one.
         client: names that identify the client; see ``Request``.
         send: function that sends a JSON value to the client.
@@ -70,7 +70,7 @@ class RealtimeSession:
     def __init__(
         self,
         service: Service,
-        begun: Chat | KeptSession,
+        state: Chat | KeptSession,
         model: str | None,
         client: tuple[str, ...],
         send: Callable[[dict[str, Any]], Awaitable[None]],
@@ -81,12 +81,12 @@ class RealtimeSession:
         self._service, self._pipe = service, service.conversations.pipe
         self._client, self._keeps = client, keeps
         self._tasks = RealtimeTasks(service.metrics, send, threads)
-        if isinstance(begun, KeptSession):
-            self._items, self._settings, tools = begun.items, begun.settings, begun.tools
+        if isinstance(state, KeptSession):
+            self._items, self._settings, tools = state.items, state.settings, state.tools
             self._items.tasks = self._tasks
         else:
             max_size = service.limits.max_request_bytes
-            self._items = RealtimeItems(begun, self._tasks, service.media_source, max_size)
+            self._items = RealtimeItems(state, self._tasks, service.media_source, max_size)
             self._settings, tools = self._first_settings(service.answering(model)), None
         self._items.chat.client = client
         self._settings["expires_at"] = int(time() + service.limits.realtime_s)
@@ -145,12 +145,12 @@ class RealtimeSession:
     async def begin(self) -> None:
         """Send the first events, and begin to work."""
         self._tasks.begin()
-        await self._tasks.tell("session.created", session=self._settings)
-        await self._items.tell_all()
+        await self._tasks.send_event("session.created", session=self._settings)
+        await self._items.send_all()
 
-    async def take(self, data: str | bytes) -> None:
+    async def receive(self, data: str | bytes) -> None:
         """Handle an event; if it is invalid, send the client an error."""
-        await self._tasks.wait_for_room()
+        await self._tasks.wait_for_capacity()
         event_id = None
         try:
             event = read_event(data)
@@ -171,10 +171,10 @@ class RealtimeSession:
                 await self._sound.commit()
             case AudioClear():
                 self._sound.clear()
-                await self._tasks.tell("input_audio_buffer.cleared")
+                await self._tasks.send_event("input_audio_buffer.cleared")
             case SessionUpdate():
                 await self._update(event.session)
-                await self._tasks.tell("session.updated", session=self._settings)
+                await self._tasks.send_event("session.updated", session=self._settings)
             case ItemCreate():
                 if event.item.id == self._sound.item_id:
                     raise FieldError("is the id of the current recording: leave it out", "item.id")
@@ -183,10 +183,10 @@ class RealtimeSession:
                     await self._sound.add_item(entry, samples, event)
             case ItemRetrieve():
                 item = self._items.find(event.item_id).item
-                await self._tasks.tell("conversation.item.retrieved", item=item)
+                await self._tasks.send_event("conversation.item.retrieved", item=item)
             case ItemDelete():
                 self._items.find(event.item_id)
-                self._tasks.do(partial(self._items.delete, event.item_id), event)
+                self._tasks.enqueue(partial(self._items.delete, event.item_id), event)
             case ItemTruncate():
                 self._begin_truncating(event)
             case ResponseCreate():
@@ -226,7 +226,7 @@ class RealtimeSession:
             self._sound.detect(self._detection)
         if new["instructions"] != said or voice is not None:
             instruct = self._items.instruct
-            self._tasks.do(partial(instruct, new["instructions"], output.get("voice")))
+            self._tasks.enqueue(partial(instruct, new["instructions"], output.get("voice")))
 
     def _offer(self, new: dict[str, Any]) -> ToolOffer | None:
         """Return the tools of new settings, which cannot change once the conversation has begun."""
@@ -255,7 +255,7 @@ class RealtimeSession:
         if (active := self._responses.active) is None:
             self._responses.ask(ResponseFields())
         elif active.cut.done():
-            self._tasks.do(partial(self._ask_after, active))
+            self._tasks.enqueue(partial(self._ask_after, active))
 
     async def _ask_after(self, response: Response) -> None:
         """Ask for an answer once another one, which the user has interrupted, has ended."""
@@ -282,7 +282,7 @@ class RealtimeSession:
         active = self._responses.active
         if active is not None and active.entry is entry:
             self._responses.cut("client_cancelled")
-        self._tasks.do(partial(self._items.truncate, entry, event.audio_end_ms), event)
+        self._tasks.enqueue(partial(self._items.truncate, entry, event.audio_end_ms), event)
 
     async def keep(self) -> KeptSession:
         """End the answer as if it were interrupted, forget sound that is not committed, and return
@@ -291,22 +291,22 @@ class RealtimeSession:
         Raises:
             RuntimeError: if the session has failed; then ``close`` it.
         """
-        self.leave()
+        self.disconnect()
         self._sound.clear()
-        await self._tasks.finish()
+        await self._tasks.drain()
         parts = self._items, self._settings, self._responses.tools
         return KeptSession(*parts, self._client[0], self._items.is_pinned)
 
     async def close(self) -> None:
         """End the answer, and free the chat; call it once no event is handled any more."""
-        self.leave()
+        self.disconnect()
         self._items.chat.cancel()
         await self._tasks.close()
         await self._tasks.in_thread(self._items.close)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Send nothing more, since the client is gone, and end the answer."""
-        self._tasks.leave()
+        self._tasks.disconnect()
         self._responses.cut("client_cancelled")
         if not self._keeps:
             self._items.chat.cancel()

@@ -86,7 +86,7 @@ class RealtimeSound:
             event: event that created it, for errors.
         """
         self._hear(samples, event)
-        self._tasks.do(partial(self._items.end_recording, entry), event)
+        self._tasks.enqueue(partial(self._items.end_recording, entry), event)
         await self._wait()
 
     async def _wait(self) -> None:
@@ -103,10 +103,12 @@ class RealtimeSound:
             return
         for found in self._detector.push(samples):
             if isinstance(found, Began):
-                await self._tell("speech_started", audio_start_ms=found.at * 1000 // HEARD_RATE)
+                await self._send_event(
+                    "speech_started", audio_start_ms=found.at * 1000 // HEARD_RATE
+                )
                 self._began()
             elif isinstance(found, Ended):
-                await self._tell("speech_stopped", audio_end_ms=found.at * 1000 // HEARD_RATE)
+                await self._send_event("speech_stopped", audio_end_ms=found.at * 1000 // HEARD_RATE)
                 await self._make_item()
                 self._ended()
             else:
@@ -121,7 +123,7 @@ class RealtimeSound:
 
     def _hear(self, samples: np.ndarray, event: ItemCreate | None = None) -> None:
         self._waiting += len(samples)
-        self._tasks.do(partial(self._read, samples), event)
+        self._tasks.enqueue(partial(self._read, samples), event)
 
     async def _read(self, samples: np.ndarray) -> None:
         try:
@@ -155,10 +157,10 @@ class RealtimeSound:
         entry = Entry(
             message_item(self.item_id, "user", [{"type": "input_audio", "transcript": None}])
         )
-        await self._tell("committed", previous_item_id=self._items.last_id)
+        await self._send_event("committed", previous_item_id=self._items.last_id)
         self.item_id, self.uncommitted = new_id(), 0
         await self._items.add(entry)
-        self._tasks.do(partial(self._items.end_recording, entry))
+        self._tasks.enqueue(partial(self._items.end_recording, entry))
         self._transcriber.transcribe(entry)
 
     def clear(self) -> None:
@@ -166,10 +168,10 @@ class RealtimeSound:
         self._resampler, self.uncommitted = _resampler(), 0
         self.detect(self._detection)
         self._transcriber.forget()
-        self._tasks.do(self._items.discard)
+        self._tasks.enqueue(self._items.discard)
 
-    async def _tell(self, kind: str, **fields: Any) -> None:
-        await self._tasks.tell(f"input_audio_buffer.{kind}", **fields, item_id=self.item_id)
+    async def _send_event(self, kind: str, **fields: Any) -> None:
+        await self._tasks.send_event(f"input_audio_buffer.{kind}", **fields, item_id=self.item_id)
 
 
 def _resampler() -> Any:

@@ -40,9 +40,9 @@ class RealtimeTasks:
     ) -> None:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._metrics, self._send, self._threads = metrics, send, threads
-        self._work: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
-        self._taken = asyncio.Event()
-        self.gone.add_done_callback(lambda _: self._taken.set())
+        self._queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._dequeued = asyncio.Event()
+        self.gone.add_done_callback(lambda _: self._dequeued.set())
         self._running: set[asyncio.Task[None]] = set()
         self._worker: asyncio.Task[None] | None = None
         self._closes = False
@@ -50,7 +50,7 @@ class RealtimeTasks:
     def begin(self) -> None:
         """Begin to work, until ``close``."""
         if self._worker is None:
-            self._worker = self.run(self._work_on())
+            self._worker = self.run(self._run_queue())
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something beside the tasks that are done in order, and return its task."""
@@ -59,7 +59,9 @@ class RealtimeTasks:
         task.add_done_callback(self._running.discard)
         return task
 
-    def do(self, action: Callable[[], Awaitable[None]], event: ClientEvent | None = None) -> None:
+    def enqueue(
+        self, action: Callable[[], Awaitable[None]], event: ClientEvent | None = None
+    ) -> None:
         """Queue an action, which is done after all actions that were queued before.
 
         Args:
@@ -77,25 +79,25 @@ class RealtimeTasks:
             except Refusal as error:
                 await self.refuse(error, event_id)
 
-        self._work.put_nowait(guarded)
+        self._queue.put_nowait(guarded)
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait while too many actions are queued."""
-        while self._work.qsize() >= _MAX_QUEUED and not self.gone.done():
-            self._taken.clear()
-            await self._taken.wait()
+        while self._queue.qsize() >= _MAX_QUEUED and not self.gone.done():
+            self._dequeued.clear()
+            await self._dequeued.wait()
 
-    async def _work_on(self) -> None:
+    async def _run_queue(self) -> None:
         while not self._closes:
-            action = await self._work.get()
-            self._taken.set()
+            action = await self._queue.get()
+            self._dequeued.set()
             await action()
 
     async def in_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function in a thread of the sessions."""
         return await run_sync(function, limiter=self._threads)
 
-    async def tell(self, kind: str, **fields: Any) -> None:
+    async def send_event(self, kind: str, **fields: Any) -> None:
         """Send an event, unless the client is gone."""
         if not self.gone.done():
             await self._send({"type": kind, "event_id": f"event_{uuid4().hex}", **fields})
@@ -103,7 +105,7 @@ class RealtimeTasks:
     async def refuse(self, error: Refusal, event_id: str | None) -> None:
         """Tell the client what is wrong; the session goes on."""
         self.count(error)
-        await self.tell("error", error=error.body["error"] | {"event_id": event_id})
+        await self.send_event("error", error=error.body["error"] | {"event_id": event_id})
 
     def count(self, error: Refusal) -> None:
         """Count a refusal in the metrics."""
@@ -111,35 +113,35 @@ class RealtimeTasks:
         if error.reason is not None:
             self._metrics.refusals.labels(error.reason).inc()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Send nothing more, since the client is gone."""
         if not self.gone.done():
             self.gone.set_result(None)
 
-    async def finish(self) -> None:
+    async def drain(self) -> None:
         """Do all that is queued without telling the client, then ``close``.
 
         Raises:
             RuntimeError: if the work has ended before.
         """
-        self.leave()
+        self.disconnect()
         self.begin()
         assert self._worker is not None
         while True:
             done = asyncio.get_running_loop().create_future()
-            self._work.put_nowait(partial(_note, done))
+            self._queue.put_nowait(partial(_note, done))
             await asyncio.wait((done, self._worker), return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
                 raise RuntimeError("the work of the session has ended before")
             left = {task for task in self._running if not task.done()} - {self._worker}
-            if not left and self._work.empty():
+            if not left and self._queue.empty():
                 break
             await asyncio.gather(*left, return_exceptions=True)
         await self.close()
 
     async def close(self) -> None:
         """End the work, and wait for all else that runs, also what the last action begins."""
-        self.leave()
+        self.disconnect()
         self._closes = True
         if self._worker is not None:
             self._worker.cancel()

@@ -104,27 +104,27 @@ class RealtimeTranscriber:
             pass
         except Refusal as error:
             self._tasks.count(error)
-            await self._tell(entry, "failed", error=error.body["error"])
+            await self._send_event(entry, "failed", error=error.body["error"])
         finally:
             self._waiting -= len(samples)
 
     async def _answer(self, entry: Entry, samples: np.ndarray, how: dict[str, Any]) -> None:
         """Send the transcript of a recording, piece by piece."""
         service, arrival = self._service, perf_counter()
-        places, conversations = service.places, service.conversations
+        queue, conversations = service.queue, service.conversations
         request = await run_sync(self._request, samples, how)
-        [slot] = await places.take(self._client, self._tasks.gone)
-        answer = RunningAnswer(places, slot, conversations, request, self._tasks.gone, arrival)
+        [slot] = await queue.take(self._client, self._tasks.gone)
+        answer = RunningAnswer(queue, slot, conversations, request, self._tasks.gone, arrival)
         try:
             await answer.begin(service.limits.memory_wait_s)
             async for piece in answer.pieces():
                 if isinstance(piece, str) and not isinstance(piece, Reasoning):
-                    await self._tell(entry, "delta", delta=piece)
+                    await self._send_event(entry, "delta", delta=piece)
             text, usage = answer.completed.answer.text, audio_usage(answer.completed.usage)
         finally:
             await asyncio.shield(answer.end())
         entry.item["content"][0]["transcript"] = text
-        await self._tell(entry, "completed", transcript=text, usage=usage)
+        await self._send_event(entry, "completed", transcript=text, usage=usage)
 
     def _request(self, samples: np.ndarray, how: dict[str, Any]) -> ApiRequest:
         form = _form(audio_file(samples, RATE, "wav"), how)
@@ -132,9 +132,9 @@ class RealtimeTranscriber:
         [request] = self._service.requests_of(checked(body.chat_body(translate=False)))
         return replace(request, keeps=False)
 
-    async def _tell(self, entry: Entry, kind: str, **fields: Any) -> None:
+    async def _send_event(self, entry: Entry, kind: str, **fields: Any) -> None:
         name = f"conversation.item.input_audio_transcription.{kind}"
-        await self._tasks.tell(name, item_id=entry.id, content_index=0, **fields)
+        await self._tasks.send_event(name, item_id=entry.id, content_index=0, **fields)
 
 
 def _form(file: bytes, how: dict[str, Any]) -> TranscriptionBody:

@@ -35,7 +35,7 @@ class RunningAnswer:
     completes the answer. No thread is needed in between: new pieces are collected after steps.
 
     Args:
-        places: request queue, to which the answer returns its slot.
+        queue: request queue, to which the answer returns its slot.
         slot: the slot.
         conversations: stored chats, one of which generates the answer.
         request: the request.
@@ -45,14 +45,14 @@ class RunningAnswer:
 
     def __init__(
         self,
-        places: RequestQueue,
+        queue: RequestQueue,
         slot: Slot,
         conversations: Conversations,
         request: ApiRequest,
         gone: asyncio.Future[None],
         arrival: float,
     ) -> None:
-        self.places, self.slot, self.conversations = places, slot, conversations
+        self.queue, self.slot, self.conversations = queue, slot, conversations
         self.request, self.gone = request, gone
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[Piece | Speech | CompletedAnswer] = deque()
@@ -64,16 +64,16 @@ class RunningAnswer:
         self._running_request: Request | None = None
         """The running request while the answer needs no thread; otherwise None."""
         self._thread: asyncio.Future[None] | None = None
-        self._left = False
+        self._is_ending = False
         self._end: asyncio.Task[None] | None = None
-        self._times = AnswerTimes(places.metrics, arrival)
+        self._times = AnswerTimes(queue.metrics, arrival)
         self._known = self._read = 0
         """Numbers of tokens that the chat had before this answer, and that were read for it."""
-        self._told = 0
+        self._logprobs_taken = 0
         """Number of tokens whose log-probabilities ``take_logprobs`` has returned."""
-        places.metrics.running.inc()
-        places.watchers.add(self.look)
-        for end in (gone, places.cut):
+        queue.metrics.running.inc()
+        queue.watchers.add(self.collect)
+        for end in (gone, queue.cut):
             end.add_done_callback(self._wake)
 
     @property
@@ -83,16 +83,16 @@ class RunningAnswer:
             raise RuntimeError("the answer is not complete")
         return self._completed
 
-    async def begin(self, room_s: float) -> None:
+    async def begin(self, memory_wait_s: float) -> None:
         """Start the answer, and wait for memory if necessary and then for the first pieces.
 
         Args:
-            room_s: maximum seconds to wait for memory.
+            memory_wait_s: maximum seconds to wait for memory.
 
         Raises:
             Refusal: if the answer cannot start; the message says why.
         """
-        deadline = perf_counter() + room_s
+        deadline = perf_counter() + memory_wait_s
         with as_refusals():
             while True:
                 self._start_thread()
@@ -104,7 +104,7 @@ class RunningAnswer:
                     if left <= 0 or self._times.count:
                         raise
                     if not await run_sync(self.conversations.give_way):
-                        await self.places.wait_for_memory(self.gone, left)
+                        await self.queue.wait_for_memory(self.gone, left)
 
     async def pieces(self) -> AsyncIterator[Piece | Speech]:
         """Yield text, speech and tool calls, merging adjacent buffered pieces; then set
@@ -129,26 +129,27 @@ class RunningAnswer:
             return None
         writing = self._chat and self._chat.answering
         found = self._completed.answer.logprobs if self._completed else writing and writing.logprobs
-        fresh = (found or [])[self._told :]
-        self._told += len(fresh)
+        fresh = (found or [])[self._logprobs_taken :]
+        self._logprobs_taken += len(fresh)
         return fresh
 
     def end(self) -> asyncio.Task[None]:
         """Close the answer, and free its slot once the model has finished its current step."""
         if self._end is None:
-            self._left = True
+            self._is_ending = True
             self._end = asyncio.ensure_future(self._close())
-            self.places.track_closing(self._end)
+            self.queue.track_closing(self._end)
         return self._end
 
-    def look(self) -> None:
+    def collect(self) -> None:
         """Collect the pieces that have arrived; if generation has ended, complete the answer."""
         running_request = self._running_request
-        if running_request is None or self._left:
+        if running_request is None or self._is_ending:
             return
         self._add(running_request.take_pieces())
         self.slot.cost = token_cost(self._read, running_request.output_tokens)
-        # Only now, since an error of the tokenizer ends the request; the thread gets later pieces.
+        # After ``take_pieces``, which ends the request if the tokenizer fails. Pieces that come
+        # later go to the thread.
         if running_request.is_over:
             self._running_request = None
             self._start_thread()
@@ -160,8 +161,8 @@ class RunningAnswer:
         self._thread.add_done_callback(self._wake)
 
     async def _write_in_thread(self) -> None:
-        self._running_request = await run_sync(self._write, limiter=self.places.workers)
-        self.look()
+        self._running_request = await run_sync(self._write, limiter=self.queue.workers)
+        self.collect()
 
     def _write(self) -> Request | None:
         """Run the answer in a thread until its first piece, its end, or its cancellation.
@@ -174,7 +175,7 @@ class RunningAnswer:
                 step.client = self.slot.client
                 self._chat, self._known = step, _tokens(step)
             # Only after setting ``_chat``, which ``_end_thread`` cancels.
-            if self._left:
+            if self._is_ending:
                 break
             if isinstance(step, Request):
                 self._read = self._tokens_read(step)
@@ -210,7 +211,7 @@ class RunningAnswer:
             if self._thread is not None and self._thread.done() and self._running_request is None:
                 self._thread.result()
                 return
-            if self.places.cut.done():
+            if self.queue.cut.done():
                 raise stopping()
             if self.gone.done():
                 raise ClientGone
@@ -222,19 +223,19 @@ class RunningAnswer:
             self._changed.set_result(None)
 
     async def _close(self) -> None:
-        places = self.places
-        places.watchers.discard(self.look)
+        queue = self.queue
+        queue.watchers.discard(self.collect)
         if self._chat is not None and (running := self._chat.answering) is not None:
             self.slot.cost = token_cost(self._tokens_read(running), running.output_tokens)
         try:
             if self._thread is not None:
                 await self._end_thread(self._thread)
             if self._completed is None:
-                await run_sync(self._steps.close, limiter=places.workers)
+                await run_sync(self._steps.close, limiter=queue.workers)
         finally:
-            places.cut.remove_done_callback(self._wake)
-            places.metrics.running.dec()
-            places.release(self.slot)
+            queue.cut.remove_done_callback(self._wake)
+            queue.metrics.running.dec()
+            queue.release(self.slot)
 
     async def _end_thread(self, thread: asyncio.Future[None]) -> None:
         """Cancel the work of a thread, and wait until the thread ends."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -77,14 +77,11 @@ from oscar_mm.apps.serve.transcriptions_body import read_form
 from oscar_mm.apps.serve.transcriptions_body import renamed as as_in_form
 from oscar_mm.media.source import AllowedHosts
 
-if TYPE_CHECKING:
-    pass
-
-Asked = Body | list[ApiRequest]
+ParsedRequest = Body | list[ApiRequest]
 """A parsed request: a conversation, or a list of prompts."""
 KEY_PROTOCOL = "openai-insecure-api-key."
 """Beginning of the WebSocket subprotocol with which web pages send their key, as with OpenAI."""
-_MIN_TEXT = 1024
+_MIN_DEFAULT_ANSWER = 1024
 """Minimum default answer length, in tokens, however many requests share the memory.
 
 Thinking models get more."""
@@ -169,9 +166,9 @@ class Service:
     Attributes:
         name: first of the names, used in answers to requests that do not name a model.
         hurry: event that ends the grace period of running answers.
-        places: request queue, which also limits the running answers.
+        queue: request queue, which also limits the running answers.
         responses: stored responses, which later requests can continue.
-        said: transcripts of spoken answers, to which later requests can refer.
+        transcripts: transcripts of spoken answers, to which later requests can refer.
         known_media: stored media that clients can reuse by uuid.
     """
 
@@ -185,8 +182,8 @@ class Service:
         self.conversations, self.metrics = conversations, metrics
         self.limits, self.names, self.name = limits, names, names[0]
         self.hurry = asyncio.Event()
-        self.places = RequestQueue(limits.running, limits.waiting, metrics, limits.queue_s)
-        self.responses, self.said = KeptResponses(), KeptTranscripts()
+        self.queue = RequestQueue(limits.running, limits.waiting, metrics, limits.queue_s)
+        self.responses, self.transcripts = KeptResponses(), KeptTranscripts()
         self.known_media = KnownMedia()
         self._body_bytes = Counter[str]()
         """Size of all request bodies in memory, by the address of their clients."""
@@ -205,7 +202,7 @@ class Service:
     def steps(self) -> Iterator[None]:
         """Serve requests within the block, and send new pieces of answers after each step, or less
         often if sending would take more than ``_SENDING_SHARE`` of the time."""
-        loop, watchers, due = asyncio.get_running_loop(), self.places.watchers, perf_counter()
+        loop, watchers, due = asyncio.get_running_loop(), self.queue.watchers, perf_counter()
         late: asyncio.TimerHandle | None = None
 
         def after_step() -> None:
@@ -224,7 +221,8 @@ class Service:
             nonlocal due, late
             if late is not None:
                 late.cancel()
-            late, due = None, begin  # Without watchers no step is skipped: nothing would look late.
+            # Without watchers, no step may be skipped: no timer would send its pieces.
+            late, due = None, begin
             if watchers:
                 took = perf_counter() - begin
                 pause = min(took / _SENDING_SHARE - took, _MAX_PAUSE_S)
@@ -269,7 +267,7 @@ class Service:
             reasoning = body.include_reasoning is not False
             how: dict[str, Any] = {"echo": body.echoed, "reasoning": reasoning}
             if (spoken := self._spoken(body)) is not None:
-                how["spoken"] = partial(SpokenChoice, spoken, self.said)
+                how["spoken"] = partial(SpokenChoice, spoken, self.transcripts)
             name = self.answering(body.model)
             return body, ChatWriter(name, self._tokenizer, usage=body.has_usage, **how)
 
@@ -331,10 +329,10 @@ class Service:
             asked.input = with_referenced(asked.input, self.responses.item)
             fields = asked.chat_body(past)
             places[:] = asked.places(len(past))
-            said = fields["messages"][bool(asked.instructions) :]
+            messages = fields["messages"][bool(asked.instructions) :]
 
             def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
-                self.responses.add(KeptResponse(response, [*said, answer], size + len(data)))
+                self.responses.add(KeptResponse(response, [*messages, answer], size + len(data)))
 
             kept = None if asked.store is False else keep
             body = checked(fields)
@@ -410,7 +408,7 @@ class Service:
         return kept.messages, kept.size
 
     async def _answer(
-        self, http: HttpRequest, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
+        self, http: HttpRequest, read: Callable[[bytes], tuple[ParsedRequest, AnswerFormat]]
     ) -> Response:
         """Read a request, wait for a free slot, then answer with one body or a stream."""
         arrival = perf_counter()
@@ -420,11 +418,11 @@ class Service:
             client = client_of(http.client, requests[0].user)
             try:
                 count = sum(request.count for request in requests)
-                slots = await self.places.take(client, gone, count)
+                slots = await self.queue.take(client, gone, count)
             except BaseException:
                 gone.cancel()
                 raise
-        answers = AnswerSet(self.places, slots, self.conversations, requests, gone, arrival)
+        answers = AnswerSet(self.queue, slots, self.conversations, requests, gone, arrival)
         try:
             await answers.begin(self.limits.memory_wait_s)
             if requests[0].stream:
@@ -448,14 +446,14 @@ class Service:
 
     async def stop(self) -> None:
         """Accept no more requests, and cut off running answers after the grace period."""
-        self.places.stopping.set_result(None)
+        self.queue.stopping.set_result(None)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.hurry.wait(), self.limits.grace_s)
-        self.places.cut.set_result(None)
+        self.queue.cut.set_result(None)
 
     async def close(self) -> None:
         """Close all chats; give up if the model does not release the chats in time."""
-        closing = [*self.places.closing, asyncio.ensure_future(run_sync(self.conversations.close))]
+        closing = [*self.queue.closing, asyncio.ensure_future(run_sync(self.conversations.close))]
         await asyncio.wait(closing, timeout=_CLOSING_S)
 
     @contextmanager
@@ -486,7 +484,7 @@ class Service:
     async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
         """Read the body of a request; refuse a body that is too large or arrives too slowly."""
         limit, seconds = self.limits.max_request_bytes, self.limits.body_s
-        end = self.places.stopping
+        end = self.queue.stopping
         too_large = Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
         announced = http.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:19]) > limit:
@@ -515,7 +513,7 @@ class Service:
             reading.cancel()
 
     async def _requests(
-        self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
+        self, data: bytes, read: Callable[[bytes], tuple[ParsedRequest, AnswerFormat]]
     ) -> tuple[list[ApiRequest], AnswerFormat]:
         """Parse and validate a request, which may have several prompts."""
         with as_refusals():
@@ -524,12 +522,12 @@ class Service:
         return requests, written
 
     def _parse(
-        self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
+        self, data: bytes, read: Callable[[bytes], tuple[ParsedRequest, AnswerFormat]]
     ) -> tuple[list[ApiRequest], AnswerFormat]:
         asked, written = read(data)
         return self.requests_of(asked), written
 
-    def requests_of(self, asked: Asked) -> list[ApiRequest]:
+    def requests_of(self, asked: ParsedRequest) -> list[ApiRequest]:
         """Validate a parsed request, bound its answers, and return a request for each prompt.
 
         Raises:
@@ -551,7 +549,9 @@ class Service:
         pipe = self.conversations.pipe
         check_media_options(body, pipe.family)
         template = pipe.family.template(body.template_fields)
-        request = read_request(body, self.media_source, template, self._spoken(body), self.said)
+        request = read_request(
+            body, self.media_source, template, self._spoken(body), self.transcripts
+        )
         parallel = body.parallel_tool_calls is not False
         ignore = self.limits.ignore_tools
         offer = offer_of(pipe, body.tools, body.tool_choice, parallel=parallel, ignore_tools=ignore)
@@ -579,13 +579,13 @@ class Service:
         pipe, limit = self.conversations.pipe, self.limits.max_new_tokens
         asked = sampling.get("max_new_tokens")
         if asked is None:
-            asked = limit or self._usual_answer()
+            asked = limit or self._default_answer()
         sampling["max_new_tokens"] = min(asked, limit or asked, pipe.max_context)
 
-    def _usual_answer(self) -> int:
+    def _default_answer(self) -> int:
         """Return the default answer length in tokens; memory is reserved for this length."""
         pipe = self.conversations.pipe
-        minimum = pipe.longest_answer(_MIN_TEXT)
+        minimum = pipe.longest_answer(_MIN_DEFAULT_ANSWER)
         return max(minimum, pipe.admission.fair_answer(self.limits.running))
 
 

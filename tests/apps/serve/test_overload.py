@@ -144,7 +144,7 @@ def test_users_are_named_in_each_api(omni) -> None:
         body = {"messages": [user("Why?")], "max_tokens": 2, "metadata": {"user_id": "e"}}
         client.post("/messages", body=body, cast_to=object)
         ask(client, user("Why?"))
-        found = app.state.service.places._queue._all.parts[MODEST].parts
+        found = app.state.service.queue._queue._all.parts[MODEST].parts
     assert [*found] == ["a", "b", "c", "d", "e", ""]
 
 
@@ -162,7 +162,7 @@ def test_what_answers_cost(qwen3_omni_folder) -> None:
     def cost() -> float:
         """Return what was added since the last call."""
         nonlocal total
-        share: Share = app.state.service.places._queue._all
+        share: Share = app.state.service.queue._queue._all
         eventually(lambda: not share.slots)
         before, total = total, share.settled
         return total - before
@@ -183,7 +183,7 @@ def test_what_answers_cost(qwen3_omni_folder) -> None:
         with held_prompts(pipe) as begun:
             with asking(address, messages=[user("Which month was the wettest? " * 60)]):
                 assert begun.wait(20)
-            eventually(lambda: bool(app.state.service.places.closing))
+            eventually(lambda: bool(app.state.service.queue.closing))
         assert cost() > 3 * first.prompt_tokens / 2, "of one that leaves as its prompt is read"
         with pytest.raises(openai.BadRequestError):
             ask(client, user("Why?"), extra_body={"guided_regex": "("})

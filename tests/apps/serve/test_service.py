@@ -550,7 +550,7 @@ def test_streams_take_no_threads(omni) -> None:
         running = [streams.enter_context(one_running(address)) for _ in range(5)]
         for stream in running:
             next(iter(stream))
-        assert app.state.service.places.workers.borrowed_tokens == 0
+        assert app.state.service.queue.workers.borrowed_tokens == 0
         assert metrics(address, None)["oscar_mm_decoding"] == 5
 
 

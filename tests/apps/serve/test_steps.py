@@ -38,7 +38,7 @@ def a_service() -> tuple[Service, Steps]:
 def test_the_only_step_of_an_answer_is_sent_although_another_one_has_just_left() -> None:
     """Sending to the one that left took long, and nothing was to be sent since."""
     service, engine = a_service()
-    watchers, sent = service.places.watchers, asyncio.Event()
+    watchers, sent = service.queue.watchers, asyncio.Event()
 
     def last() -> None:
         time.sleep(0.1)
@@ -68,7 +68,7 @@ def test_a_stall_of_the_event_loop_does_not_delay_what_follows_it() -> None:
 
     async def scenario() -> None:
         with service.steps():
-            service.places.watchers.add(look)
+            service.queue.watchers.add(look)
             await engine.step()
             while len(looks) < 2:
                 await asyncio.sleep(0.005)

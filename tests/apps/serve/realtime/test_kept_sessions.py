@@ -406,7 +406,7 @@ def test_a_client_that_reads_its_items_slowly_does_not_stay(
     async def slowly(_: Any) -> None:
         await asyncio.sleep(30)
 
-    monkeypatch.setattr(RealtimeItems, "tell_all", slowly)
+    monkeypatch.setattr(RealtimeItems, "send_all", slowly)
     with started(create_app(pipe, "tiny", ServerLimits(api_key=KEY, realtime_s=0.5))) as both:
 
         async def talk() -> Any:
@@ -418,26 +418,26 @@ def test_a_client_that_reads_its_items_slowly_does_not_stay(
         assert "too long" in asyncio.run(talk()).reason
 
 
-def test_other_clients_go_on_while_all_items_are_told(pipe: Any) -> None:
+def test_other_clients_go_on_while_all_items_are_sent(pipe: Any) -> None:
     """Events that the connection takes at once do not keep the server's loop."""
 
     async def talk() -> None:
-        told = list[str]()
+        sent = list[str]()
 
-        async def tell(kind: str, **_: Any) -> None:
-            told.append(kind)
+        async def send_event(kind: str, **_: Any) -> None:
+            sent.append(kind)
 
-        tasks: Any = SimpleNamespace(tell=tell)
+        tasks: Any = SimpleNamespace(send_event=send_event)
         with pipe.chat() as chat:
             items = RealtimeItems(chat, tasks, None, 1000)  # pyright: ignore[reportArgumentType]
             for number in range(50):
                 await items.add(Entry({"id": str(number)}), done=False)
-            told.clear()
-            telling = asyncio.ensure_future(items.tell_all())
+            sent.clear()
+            sending = asyncio.ensure_future(items.send_all())
             await asyncio.sleep(0)
-            assert 0 < len(told) < 100
-            await telling
-            assert len(told) == 100
+            assert 0 < len(sent) < 100
+            await sending
+            assert len(sent) == 100
             items.close()
 
     asyncio.run(talk())

@@ -31,7 +31,7 @@ def test_a_swallowed_cancellation_does_not_keep_a_session() -> None:
     async def session() -> None:
         tasks: Any = RealtimeTasks(None, sent, CapacityLimiter(1))
         tasks.begin()
-        tasks.do(lambda: begin(tasks))
+        tasks.enqueue(lambda: begin(tasks))
         await asyncio.sleep(0.01)
         async with asyncio.timeout(5):
             await tasks.close()
