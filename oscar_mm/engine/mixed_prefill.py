@@ -41,29 +41,29 @@ from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
-_FEW_WAIT = 1024
+_USUAL_ROWS = 1024
 """Maximum number of rows of a pass while few requests wait. A GPU computes no faster per token with
 more, and decode steps that share the weights with prompts are spread over more passes; but the host
 takes as long for each pass."""
-_STRETCHED = _FEW_WAIT + 128
+_STRETCHED_ROWS = _USUAL_ROWS + 128
 """Maximum number of rows of a pass while few requests wait, if prompts then take fewer passes. The
 end of a prompt in a short pass of its own would cost the first token more."""
-_ROWS = (64, 128, 256, 512, 768, _FEW_WAIT, _STRETCHED, 1536, 2048, MAX_PIECE)
+_ROWS_ALONE = (64, 128, 256, 512, 768, _USUAL_ROWS, _STRETCHED_ROWS, 1536, 2048, MAX_PIECE)
 """Numbers of rows that a pass without a decode step may have; a graph is kept for each. Products
 compute tiles of 128 rows, so other numbers would waste a part of a tile."""
-_BESIDE = (128, 256, 512, 768, _FEW_WAIT, _STRETCHED, MAX_PIECE)
+_ROWS_WITH_DECODE = (128, 256, 512, 768, _USUAL_ROWS, _STRETCHED_ROWS, MAX_PIECE)
 """Numbers of rows that a pass with a decode step may have: fewer, since a graph is captured for
 each of them and each batch size."""
-_LEAST = 32
+_MIN_PROMPT_TOKENS = 32
 """Minimum number of prompt tokens in a pass."""
-WARM_UP_STEPS = 3 * len(_BESIDE)
+WARM_UP_STEPS = 3 * len(_ROWS_WITH_DECODE)
 """Number of decode steps that ``MixedPrefill.warm_up`` takes for each batch size."""
-_SEPARATE = 4
+_SEPARATE_PIECES = 4
 """Number of pieces of one size that run after the steps of a batch of one size, before a pass of
 both is captured. A capture takes as long as ten passes, and while clients arrive, each batch size
 lasts for a few steps only."""
 _log = logging.getLogger(__name__)
-_TRIES = 6
+_MAX_WARM_UP_STEPS = 6
 """Maximum number of steps for two passes with a piece of one size, as a step that is already under
 way takes no piece."""
 
@@ -161,6 +161,9 @@ class MixedPrefill:
         supported.
 
         Args:
+            family: model family.
+            store: page store of the requests' caches.
+            sigmas: balancing factors by layer, see ``PrefillRunner.sigmas``.
             axes: leading axes of the position ids.
         """
         model, capture = family.model, graph_capture({family.device}, small=True)
@@ -210,7 +213,7 @@ class MixedPrefill:
         """
         if self.awaits_towers:
             return False
-        return sum(x.unread for x in self._readings) < _piece_sizes(rows, _FEW_WAIT)[-1]
+        return sum(x.unread for x in self._readings) < _piece_sizes(rows, _USUAL_ROWS)[-1]
 
     def takes(self, request: Request) -> bool:
         """Return whether a prompt can be read in pieces; ``request.cache`` must be its own."""
@@ -228,7 +231,7 @@ class MixedPrefill:
     def add(self, request: Request) -> None:
         """Add a request that ``takes`` accepts."""
         self._readings.append(_Reading(request, stored_tokens(request.cache)))
-        self._place()
+        self._allocate()
 
     def drop_all(self) -> list[tuple[Request, bool]]:
         """Remove and return the requests whose prompts are not complete, and whether their caches
@@ -255,18 +258,18 @@ class MixedPrefill:
             rows: number of rows that decode in the same pass.
             many_wait: whether prompts are to be read in the longest passes.
         """
-        self._place()
+        self._allocate()
         unread = [x for x in self._readings if x.start is not None and x.unread]
         if not unread:
             return None
         left = sum(x.last - x.first for _, x in _adjacent(unread, MAX_PIECE))
         # A long pass is padded to its size; unless it is nearly full, two short ones take no
         # longer.
-        fills = not rows or rows + left > 2 * _FEW_WAIT
+        fills = not rows or rows + left > 2 * _USUAL_ROWS
         most = MAX_PIECE if many_wait and fills else _most_rows(rows, left)
         size = _piece_size(rows, left, most)
         self._uses[rows, size] += 1
-        if alone := not rows or self._uses[rows, size] <= _SEPARATE:
+        if alone := not rows or self._uses[rows, size] <= _SEPARATE_PIECES:
             size = _piece_size(0, left, most)
         self._ranges = list(_adjacent(unread, size))
         self._begin([one for one, _ in self._ranges if not one.has_begun])
@@ -349,12 +352,12 @@ class MixedPrefill:
             batches: the running requests, which continue.
             until: time of ``perf_counter`` after which nothing more is captured.
         """
-        captured = _SEPARATE + 2  # After those, one pass is eager and one captured.
+        captured = _SEPARATE_PIECES + 2  # After those, one pass is eager and one captured.
         if self._tower is not None:
             self._tower.warm_up(until)
         batches.expect_prompts()
         for rows in dict.fromkeys((0, batches.rows)):
-            sizes = sorted(_piece_sizes(rows), key=lambda size: (size + rows != _FEW_WAIT, -size))
+            sizes = sorted(_piece_sizes(rows), key=lambda size: (size + rows != _USUAL_ROWS, -size))
             missing = [size for size in sizes if self._uses[rows, size] < captured]
             while missing and not self._readings and perf_counter() < until:
                 self._uses[rows, missing[0]] = captured
@@ -365,7 +368,7 @@ class MixedPrefill:
     def _run_padding(self, batches: RunningBatches, rows: int, size: int) -> None:
         """Run a piece of one token and padding twice, while the scratch is empty."""
         left = 2
-        for _ in range(_TRIES):
+        for _ in range(_MAX_WARM_UP_STEPS):
             ranges = [PromptRange(0, 1, 0, 1)]
             piece = self._scratch.prepare(ranges, 0, size, [None])
             if rows:
@@ -383,15 +386,15 @@ class MixedPrefill:
         self._complete.clear()
         return complete
 
-    def _place(self) -> None:
+    def _allocate(self) -> None:
         """Give prompts room in the scratch, in order."""
         for reading in self._readings:
             if reading.start is None:
-                reading.start = self._room(reading.tokens)
+                reading.start = self._find_space(reading.tokens)
                 if reading.start is None:
                     return
 
-    def _room(self, tokens: int) -> int | None:
+    def _find_space(self, tokens: int) -> int | None:
         """Return the index for a prompt in the scratch, after the last one or at the beginning;
         None if there is no room."""
         placed = [x for x in self._readings if x.start is not None]
@@ -416,13 +419,13 @@ def _piece_size(rows: int, unread: int, most: int = MAX_PIECE) -> int:
 def _most_rows(rows: int, unread: int) -> int:
     """Return the maximum number of rows of a pass in which ``rows`` decode, while few requests
     wait, of whose prompts ``unread`` tokens are left."""
-    usual, stretched = (ceil(unread / (most - rows)) for most in (_FEW_WAIT, _STRETCHED))
-    return _STRETCHED if stretched < usual else _FEW_WAIT
+    usual, stretched = (ceil(unread / (most - rows)) for most in (_USUAL_ROWS, _STRETCHED_ROWS))
+    return _STRETCHED_ROWS if stretched < usual else _USUAL_ROWS
 
 
 def _piece_sizes(rows: int, most: int = MAX_PIECE) -> list[int]:
-    totals = _BESIDE if rows else _ROWS
-    return [total - rows for total in totals if _LEAST + rows <= total <= most]
+    totals = _ROWS_WITH_DECODE if rows else _ROWS_ALONE
+    return [total - rows for total in totals if _MIN_PROMPT_TOKENS + rows <= total <= most]
 
 
 def _adjacent(unread: list[_Reading], size: int) -> Iterator[tuple[_Reading, PromptRange]]:

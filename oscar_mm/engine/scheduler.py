@@ -42,15 +42,15 @@ from oscar_mm.torch_modes import eager
 
 MAX_ROWS = 256
 """Maximum number of requests that decode together."""
-_OVERTAKES = 8
+_MAX_OVERTAKES = 8
 """Maximum number of requests admitted out of order while the head of the queue lacks memory."""
-_GROWN_AHEAD = 512
+_GROW_AHEAD_TOKENS = 512
 """Number of an answer's first tokens for which pools grow when its short prompt is admitted. The
 rest of a long answer may never come."""
-_CLIENTS = 1024
+_MAX_CLIENTS = 1024
 """Number of clients whose latest turns are remembered."""
 _log = logging.getLogger(__name__)
-_Beginning = tuple[list[Request], SampledTokens]
+_PrefillResult = tuple[list[Request], SampledTokens]
 """Requests whose prompts are complete, and their first tokens."""
 
 
@@ -94,7 +94,7 @@ class Scheduler:
     Scheduling is first come, first served: a request that does not fit into the budget waits while
     others run, and only a few smaller requests may overtake it. Calls that need memory wait in the
     same queue. If requests have clients, the client with the fewest running requests is next; of
-    several, the one whose latest turn was first.
+    several, the one whose latest turn is longest ago.
 
     Only the engine thread may use a scheduler, except for ``add`` and the properties.
 
@@ -121,7 +121,7 @@ class Scheduler:
         self.family, self.store, self.admission = family, store, admission
         self.prefixes, self.max_rows, self._thread = prefixes, MAX_ROWS, thread
         self._queue: deque[Request | Call] = deque()
-        self._reading: deque[Request] = deque()
+        self._chunked: deque[Request] = deque()
         """Requests whose memory is reserved and whose prompts are prefilled in chunks."""
         self._batches = RunningBatches(family, store, thread, self.runnable_count)
         self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._batches)
@@ -140,21 +140,21 @@ class Scheduler:
         self._skipped_head = 0
         """Number of requests admitted ahead of the current head of the queue so far."""
         self._turns = 0
-        self._latest: dict[tuple[str, ...], int] = {}
-        """Number of the latest turn of each client, earliest first; see ``_turn``."""
+        self._latest_turns: dict[tuple[str, ...], int] = {}
+        """Number of the latest turn of each client, earliest first; see ``_turn_key``."""
         thread.add(self)
 
     @property
     def running(self) -> int:
         """Number of requests that decode or are partly prefilled."""
-        return len(self._begun)
+        return len(self._active)
 
     @property
-    def _begun(self) -> list[Request]:
-        return [*self._reading, *self._read_in_pieces, *self._batches.live]
+    def _active(self) -> list[Request]:
+        return [*self._chunked, *self._mixed_requests, *self._batches.live]
 
     @property
-    def _read_in_pieces(self) -> list[Request]:
+    def _mixed_requests(self) -> list[Request]:
         """Requests whose prompts mixed passes read."""
         return [] if self._mixed is None else self._mixed.requests
 
@@ -170,7 +170,7 @@ class Scheduler:
 
     @property
     def _reads_or_decodes(self) -> bool:
-        return bool(self._reading or self._read_in_pieces) or self._batches.is_running
+        return bool(self._chunked or self._mixed_requests) or self._batches.is_running
 
     @property
     def speech_bytes(self) -> int:
@@ -206,7 +206,7 @@ class Scheduler:
     def runnable_count(self) -> int:
         """Count the waiting requests that could run now; while the queue is blocked, its requests
         do not count."""
-        others = max(len(self._reading) - 1, 0)
+        others = max(len(self._chunked) - 1, 0)
         return others if self._blocked else others + len(self._queue)
 
     def release_graphs(self) -> None:
@@ -217,7 +217,7 @@ class Scheduler:
         self._batches.forget_batch()
         self._batches.settle_ended()
         self._may_mix = True
-        if not self._read_in_pieces:
+        if not self._mixed_requests:
             self._mixed = None
         self._voices.release_graphs()
         self.reader.release_graphs()
@@ -234,7 +234,7 @@ class Scheduler:
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
-        for entry in (*list(self._queue), *self._begun, *self._voices.live):
+        for entry in (*list(self._queue), *self._active, *self._voices.live):
             entry.fail(error)
         self.drop_ended()
 
@@ -244,10 +244,10 @@ class Scheduler:
         for entry in list(self._queue):
             if entry.ended:
                 self._dequeue(entry)
-        for request in list(self._reading):
+        for request in list(self._chunked):
             if request.ended:
                 self._batches.freed = True
-                self._reading.remove(request)
+                self._chunked.remove(request)
                 request.settle()
         for request in () if self._mixed is None else self._mixed.drop_ended():
             self._batches.freed = True
@@ -279,8 +279,8 @@ class Scheduler:
         self._wait_for_prompts()
         # Decode steps already ran between the layers of a chunk, and if no other requests run, the
         # first tokens need not wait for the second ones.
-        decodes = not self._read_on() and others
-        if self._mixed is not None and self._read_in_pieces:
+        decodes = not self._prefill_chunk() and others
+        if self._mixed is not None and self._mixed_requests:
             self._step_mixed(self._mixed)
         elif decodes:
             self._batches.step()
@@ -316,12 +316,12 @@ class Scheduler:
         while self._queue and not self._blocked and self.running < self.max_rows:
             if self._mixed is not None and (self._mixed.is_full or self._awaits_media()):
                 return
-            begun = *self._begun, *self._voices.live
-            if self._has_admitted and all(request.is_over for request in begun):
+            active = *self._active, *self._voices.live
+            if self._has_admitted and all(request.is_over for request in active):
                 return  # The weights may have changed since: the next step reads their state.
             self._batches.settle_ended()  # Requests may have ended during the last prefill.
-            with self._beginning() as requests:
-                if not self._take_first(requests):
+            with self._request_scope() as requests:
+                if not self._admit_first(requests):
                     self._blocked = True
                     return
                 mixed = self._mixed_for(requests[0]) if requests else None
@@ -329,11 +329,11 @@ class Scheduler:
                     mixed.add(requests[0])
                     self._grow_ahead(mixed.requests)
                 elif requests and requests[0].unread.tokens > self.reader.max_at_once:
-                    self._reading.extend(requests)
+                    self._chunked.extend(requests)
                 elif requests:
                     self._fill_batch(requests)
                     self._grow_ahead(requests)
-                    self._begin(requests)
+                    self._prefill(requests)
             if requests and mixed is None and wakes:  # First tokens do not wait for the next step.
                 self._thread.after_step()
             self._thread.run_calls()
@@ -357,7 +357,7 @@ class Scheduler:
 
     def _seconds_for_prompts(self) -> float:
         """Return the seconds that the host may wait for prompts; 0 or less if it should not."""
-        if self._mixed is None or self._reading or self._voices.live or self._thread.has_passes:
+        if self._mixed is None or self._chunked or self._voices.live or self._thread.has_passes:
             return 0.0
         return self._passes.seconds_left() if self._mixed.has_room(self._batches.rows) else 0.0
 
@@ -366,7 +366,7 @@ class Scheduler:
         if request.ended or not self._batches.joins(request):
             return None
         if self._may_mix:
-            if self._read_in_pieces:
+            if self._mixed_requests:
                 return None
             # The old scratch is freed before the new one takes memory.
             self._mixed, self._may_mix = None, False
@@ -377,10 +377,10 @@ class Scheduler:
     def _awaits_media(self) -> bool:
         """Return whether the next request is to wait until mixed passes have read its media for
         another one, and the prefix cache has them."""
-        reading = [one for one in self._read_in_pieces if one.unread.media and not one.has_past]
+        reading = [one for one in self._mixed_requests if one.unread.media and not one.has_past]
         if self.prefixes is None or not reading:
             return False
-        following = min(list(self._queue), key=self._turn())
+        following = min(list(self._queue), key=self._turn_key())
         return (
             isinstance(following, Request)
             and not following.has_past
@@ -391,9 +391,9 @@ class Scheduler:
         """Run a decode step together with the next piece of prompts.
 
         The host takes the first tokens of an earlier piece while the device runs this one. After an
-        error, ``_read_again`` prefills each prompt alone.
+        error, ``_prefill_alone`` prefills each prompt alone.
         """
-        with self._beginning() as requests:
+        with self._request_scope() as requests:
             requests += mixed.drop_ended()  # Calls may have used their caches since they ended.
             complete = mixed.take_complete()
             requests += [request for one in complete for request in one.requests]
@@ -423,12 +423,12 @@ class Scheduler:
                     error = FloatingPointError(NOT_STORABLE)
                     again += [(x, error, True) for x in one.requests if not x.ended]
                 else:
-                    self._take_beginning(one.requests, one.chosen)
+                    self._start_decoding(one.requests, one.chosen)
             requests += [request for request, *_ in again]
             for request, error, changed in again:
-                self._read_again(request, error, changed=changed)
+                self._prefill_alone(request, error, changed=changed)
 
-    def _read_again(self, request: Request, error: BaseException, *, changed: bool) -> None:
+    def _prefill_alone(self, request: Request, error: BaseException, *, changed: bool) -> None:
         """Prefill a prompt alone after an error in its mixed passes.
 
         If the cache had a past and has changed since, the request fails.
@@ -439,29 +439,29 @@ class Scheduler:
         if changed:
             request.cache.reset()
         request.sampler.restart()
-        self._begin([request])
+        self._prefill([request])
 
-    def _read_on(self) -> bool:
+    def _prefill_chunk(self) -> bool:
         """Prefill the next chunk of the prompt that has waited longest for it.
 
         Returns:
             Whether decode steps will run between the layers of the next chunk.
         """
-        if not self._reading:
+        if not self._chunked:
             return False
-        request = self._reading[0]
+        request = self._chunked[0]
         try:
-            with self._beginning() as requests:
+            with self._request_scope() as requests:
                 requests.append(request)
-                self._begin(requests)
+                self._prefill(requests)
         finally:
-            self._reading.rotate(-1)
+            self._chunked.rotate(-1)
             if request.ended or request.chunks is None:
-                self._reading.remove(request)
-        return bool(self._reading) and self._batches.steps_while_reading
+                self._chunked.remove(request)
+        return bool(self._chunked) and self._batches.steps_while_reading
 
     @contextmanager
-    def _beginning(self) -> Iterator[list[Request]]:
+    def _request_scope(self) -> Iterator[list[Request]]:
         """Fail the requests in the yielded list if the block raises, and settle those that have
         ended."""
         requests: list[Request] = []
@@ -476,16 +476,16 @@ class Scheduler:
                     request.settle()
                     self._batches.freed = True
 
-    def _take_first(self, taken: list[Request]) -> bool:
+    def _admit_first(self, taken: list[Request]) -> bool:
         """Dequeue the first entry that can run now or fails; return whether there is one.
 
         Args:
             taken: list that a dequeued request is added to.
         """
-        for place, entry in enumerate(sorted(self._queue, key=self._turn())):
-            if place > 0 and self._skipped_head >= _OVERTAKES:
+        for place, entry in enumerate(sorted(self._queue, key=self._turn_key())):
+            if place > 0 and self._skipped_head >= _MAX_OVERTAKES:
                 return False
-            if self._take(entry, taken):
+            if self._try_admit(entry, taken):
                 self._skipped_head = self._skipped_head + 1 if place > 0 else 0
                 return True
         return False
@@ -494,17 +494,17 @@ class Scheduler:
         """Dequeue the next requests that get memory and fit into the same prefill pass."""
         tokens = taken[0].unread.tokens
         while self._is_short(taken[0]) and self.running + len(taken) < self.max_rows:
-            following = min(list(self._queue), key=self._turn(taken), default=None)
+            following = min(list(self._queue), key=self._turn_key(taken), default=None)
             if (
                 not isinstance(following, Request)
                 or tokens + following.prompt.tokens > self.reader.max_varlen_tokens
                 or not self._is_short(following)
-                or not self._take(following, taken)
+                or not self._try_admit(following, taken)
             ):
                 return
             tokens += following.unread.tokens
 
-    def _turn(
+    def _turn_key(
         self, taken: Sequence[Request] = ()
     ) -> Callable[[Request | Call], list[tuple[int, int]]]:
         """Return the sort key of the queue's order of turns; requests in ``taken`` count as
@@ -514,15 +514,17 @@ class Scheduler:
         arrival.
         """
         running = Counter(
-            name for request in (*self._begun, *taken) for name in _prefixes(request.client)
+            name for request in (*self._active, *taken) for name in _prefixes(request.client)
         )
 
         def turn(entry: Request | Call) -> list[tuple[int, int]]:
-            return [(running[name], self._latest.get(name, 0)) for name in _prefixes(entry.client)]
+            return [
+                (running[name], self._latest_turns.get(name, 0)) for name in _prefixes(entry.client)
+            ]
 
         return turn
 
-    def _take(self, entry: Request | Call, taken: list[Request]) -> bool:
+    def _try_admit(self, entry: Request | Call, taken: list[Request]) -> bool:
         """Reserve memory for a request, or run a call, and dequeue the entry; return False if it
         has to wait."""
         try:
@@ -542,17 +544,17 @@ class Scheduler:
             self._has_admitted = True
         with suppress(ValueError):
             self._queue.remove(entry)
-        self._note_turn(entry.client)
+        self._record_turn(entry.client)
         return True
 
-    def _note_turn(self, client: tuple[str, ...]) -> None:
-        """Remember that it was a client's turn, and forget the turn that was first."""
+    def _record_turn(self, client: tuple[str, ...]) -> None:
+        """Remember that it was a client's turn, and forget the turn that is longest ago."""
         self._turns += 1
         for name in _prefixes(client):
-            self._latest.pop(name, None)
-            self._latest[name] = self._turns
-        while len(self._latest) > _CLIENTS:
-            del self._latest[next(iter(self._latest))]
+            self._latest_turns.pop(name, None)
+            self._latest_turns[name] = self._turns
+        while len(self._latest_turns) > _MAX_CLIENTS:
+            del self._latest_turns[next(iter(self._latest_turns))]
 
     def _is_short(self, request: Request) -> bool:
         """Return whether a prompt may share a prefill pass with others; prompts with media may not
@@ -596,7 +598,7 @@ class Scheduler:
 
     def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
         growth = self.admission.growth(prompt, request.sampling.max_new_tokens, cache)
-        soon = growth.until(_GROWN_AHEAD).added
+        soon = growth.until(_GROW_AHEAD_TOKENS).added
         request.slot_counts = {bits: int(counts.max()) for bits, counts in soon.items()}
         return self.admission.reserve(growth, prompt, cache)
 
@@ -609,15 +611,15 @@ class Scheduler:
             counts.update(request.slot_counts)
         self.store.grow_ahead(counts, spares=not self.admission.is_bounded)
 
-    def _begin(self, requests: list[Request]) -> None:
+    def _prefill(self, requests: list[Request]) -> None:
         """Prefill prompts, or a chunk of a prompt, and sample the first token for each completed
         prompt."""
         live = [request for request in requests if not request.ended]
         self._thread.call_watchers()  # Before long work.
-        for read, chosen in self._read_beginnings(live) if live else []:
-            self._take_beginning(read, chosen)
+        for read, chosen in self._prefill_or_retry(live) if live else []:
+            self._start_decoding(read, chosen)
 
-    def _take_beginning(self, read: list[Request], chosen: SampledTokens) -> None:
+    def _start_decoding(self, read: list[Request], chosen: SampledTokens) -> None:
         """Give requests their first tokens, keep their prompts in the prefix cache, and let them
         join the decode steps."""
         tokens = chosen.listed()
@@ -648,7 +650,7 @@ class Scheduler:
                 self._batches.after_step()
         return chosen
 
-    def _read_beginnings(self, requests: list[Request]) -> list[_Beginning]:
+    def _prefill_or_retry(self, requests: list[Request]) -> list[_PrefillResult]:
         """Prefill prompts together, or one by one if that fails; or a chunk of a single prompt.
 
         Returns:
@@ -658,7 +660,7 @@ class Scheduler:
         several = len(requests) > 1
         pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in requests]
         try:
-            found = self._read_next(requests)
+            found = self._run_prefill(requests)
             for past in pasts:
                 if past is not None:
                     past.close()
@@ -690,9 +692,9 @@ class Scheduler:
             except Exception as error:
                 request.fail(error)
         live = [request for request in requests if not request.ended]
-        return [one for request in live for one in self._read_beginnings([request])]
+        return [one for request in live for one in self._prefill_or_retry([request])]
 
-    def _read_next(self, requests: list[Request]) -> list[_Beginning]:
+    def _run_prefill(self, requests: list[Request]) -> list[_PrefillResult]:
         """Prefill the prompts of several requests, or the next chunk of a single one.
 
         Returns:
@@ -720,7 +722,7 @@ class Scheduler:
         return found
 
 
-@lru_cache(maxsize=_CLIENTS)
+@lru_cache(maxsize=_MAX_CLIENTS)
 def _prefixes(client: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return the client with only its first name, with its first two names, and so on."""
     return tuple(client[:count] for count in range(1, len(client) + 1))

@@ -63,7 +63,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make mixed passes small, and capture them at once."""
     from oscar_mm.engine import mixed_prefill
 
-    for name in ("_ROWS", "_BESIDE"):
+    for name in ("_ROWS_ALONE", "_ROWS_WITH_DECODE"):
         monkeypatch.setattr(mixed_prefill, name, (32, 48, 64))
-    monkeypatch.setattr(mixed_prefill, "_LEAST", 8)
-    monkeypatch.setattr(mixed_prefill, "_SEPARATE", 1)
+    monkeypatch.setattr(mixed_prefill, "_MIN_PROMPT_TOKENS", 8)
+    monkeypatch.setattr(mixed_prefill, "_SEPARATE_PIECES", 1)

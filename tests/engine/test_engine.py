@@ -418,7 +418,7 @@ def test_a_request_may_come_while_others_are_put_in_order(qwen3_vl_folder, monke
     pipe = loaded(qwen3_vl_folder)
     expected = alone(pipe)
     answers = [made(pipe, prompt) for prompt in SHORT]
-    turn, late = Scheduler._turn, answers[:1]
+    turn, late = Scheduler._turn_key, answers[:1]
 
     def coming(self: Scheduler, *taken: Any) -> Callable[[Any], Any]:
         key = turn(self, *taken)
@@ -430,7 +430,7 @@ def test_a_request_may_come_while_others_are_put_in_order(qwen3_vl_folder, monke
 
         return noted
 
-    monkeypatch.setattr(Scheduler, "_turn", coming)
+    monkeypatch.setattr(Scheduler, "_turn_key", coming)
     with engine_waits(pipe):
         for answer in answers[1:]:
             pipe.engine.submit(answer)

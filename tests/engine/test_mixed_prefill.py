@@ -96,7 +96,7 @@ def test_a_prompt_that_comes_during_a_pass_is_in_the_next(
             waits.set()
             return 60.0
         if asked.is_set():
-            read.append(len(pipe.engine.scheduler._read_in_pieces))
+            read.append(len(pipe.engine.scheduler._mixed_requests))
         return 0.0
 
     monkeypatch.setattr(PassTimer, "seconds_left", seconds_left)
@@ -340,13 +340,13 @@ def test_prompts_never_share_room() -> None:
     for _ in range(600):
         prompt = SimpleNamespace(tokens=generator.randint(1, 100))
         mixed.add(SimpleNamespace(unread=prompt, cache=none, ended=False))
-        mixed._place()
+        mixed._allocate()
         held = [range(x.start, x.stop) for x in mixed._readings if x.start is not None]
         places = [place for some in held for place in some]
         assert held and len(set(places)) == len(places) and max(places) < 100
         while len(mixed._readings) > generator.randint(1, 6):
             mixed._readings.popleft()
-        mixed._place()
+        mixed._allocate()
         assert mixed._readings[0].start is not None
 
 
@@ -410,7 +410,7 @@ def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
 def test_passes_are_long_only_if_they_are_full_or_fewer(
     monkeypatch, many: bool, rows: int, unread: int, size: int
 ) -> None:
-    monkeypatch.setattr(mixed_prefill, "_SEPARATE", 0)
+    monkeypatch.setattr(mixed_prefill, "_SEPARATE_PIECES", 0)
     scratch = SimpleNamespace(tokens=9000, prepare=lambda *given: SimpleNamespace(size=given[2]))
     cache = SimpleNamespace(kv_manager=SimpleNamespace(sequences=[]))
     prompt = SimpleNamespace(tokens=unread, positions=torch.zeros(1, unread), adapter=None)
