@@ -443,10 +443,10 @@ class DeferredSteps(Protocol):
     """Decode steps of a row that its ``SequenceTable`` does not include yet.
 
     Attributes:
-        place: index of the row in ``oscar_mm.cache.steady_rows.SteadyRows``.
+        index: index of the row in ``oscar_mm.cache.steady_rows.SteadyRows``.
     """
 
-    place: int
+    index: int
 
     @property
     def lock(self) -> AbstractContextManager[Any]:

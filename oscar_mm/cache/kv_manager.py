@@ -658,7 +658,7 @@ class _PastRows(Sequence[SequenceTable]):
         if index not in self._tables:
             if not 0 <= index < self._count:
                 raise IndexError(index)
-            place = int(np.searchsorted(self._steady.rows, index))
-            steps = int(self._steady.counts[place])
-            self._tables[index] = self._steady.deferred[place].after(steps)
+            position = int(np.searchsorted(self._steady.rows, index))
+            steps = int(self._steady.counts[position])
+            self._tables[index] = self._steady.deferred[position].after(steps)
         return self._tables[index]

@@ -43,13 +43,13 @@ class SteadyRow:
 
     Args:
         rows: arrays with the row's slots.
-        place: index of the row in these arrays.
+        index: index of the row in these arrays.
         before: the row before these steps, which owns ``spare`` slots.
         packs: whether each step packs a token.
     """
 
-    def __init__(self, rows: SteadyRows, place: int, before: SequenceTable, *, packs: bool) -> None:
-        self.place = place
+    def __init__(self, rows: SteadyRows, index: int, before: SequenceTable, *, packs: bool) -> None:
+        self.index = index
         self._rows, self._before, self._packs = rows, before, packs
 
     @property
@@ -60,7 +60,7 @@ class SteadyRow:
     @property
     def count(self) -> int:
         """Number of steps so far."""
-        return int(self._rows.counts[self.place])
+        return int(self._rows.counts[self.index])
 
     def after(self, steps: int) -> SequenceTable:
         """Return the row's table after a number of steps."""
@@ -85,7 +85,7 @@ class SteadyRow:
     def end(self) -> SequenceTable:
         """Return the row's table, and leave the arrays."""
         table = self.after(self.count)
-        self._rows.free.append(self.place)
+        self._rows.free.append(self.index)
         return table
 
 
@@ -103,7 +103,7 @@ class SteadyRows:
         window_pages: see ``room``.
 
     Attributes:
-        lock: held while steps are added or a table takes them.
+        lock: reentrant lock, held while steps are added or a table takes them.
         counts: number of steps of each row that its table does not include.
         free: indices without a row.
     """
@@ -132,25 +132,25 @@ class SteadyRows:
         self._slots = np.zeros((0, max(2 * (policy.window + 1), MAX_SPARE + 1)), np.int32)
         self._past = StoredTokens.of([SequenceTable().entries(self._formats)])
 
-    def begin(self, row: SequenceTable) -> SteadyRow | None:
+    def _begin(self, row: SequenceTable) -> SteadyRow | None:
         """Begin the steady steps of a row whose next tokens are text; return None if the next step
         is not steady."""
         steps = self._steps(*row.fields)
         if steps <= 0:
             return None
         before = SequenceTable(*row.fields)
-        stream, place = before.streams[_TEXT], self._place()
+        stream, index = before.streams[_TEXT], self._free_index()
         packs = self._room(stream) > 0
-        self.counts[place] = self._head[place] = 0
-        self._left[place] = steps
-        self._page[place] = stream.pages[-1] if packs else -1
-        self._first[place] = stream.stops[-1] if packs else 0
+        self.counts[index] = self._head[index] = 0
+        self._left[index] = steps
+        self._page[index] = stream.pages[-1] if packs else -1
+        self._first[index] = stream.stops[-1] if packs else 0
         tail = len(before.codes) - len(before.codes.rstrip(bytes([_TEXT])))
-        self._text[place] = tail, len(stream.slots), len(stream.pages), len(before.codes)
+        self._text[index] = tail, len(stream.slots), len(stream.pages), len(before.codes)
         slots = 2 * _in_order(before) if packs else before.spare
-        self._slots[place, : len(slots)] = slots
-        self._write_past(place, row, 0 if packs else steps)
-        row.deferred = deferred = SteadyRow(self, place, before, packs=packs)
+        self._slots[index, : len(slots)] = slots
+        self._write_past(index, row, 0 if packs else steps)
+        row.deferred = deferred = SteadyRow(self, index, before, packs=packs)
         return deferred
 
     def _steps(
@@ -186,7 +186,7 @@ class SteadyRows:
     def _room(self, stream: ModalityTable) -> int:
         return room(stream, self._window_pages) if self._appends_tokens else 0
 
-    def _place(self) -> int:
+    def _free_index(self) -> int:
         """Return a free index; the arrays grow if there is none."""
         if not self.free:
             rows = len(self.counts)
@@ -200,7 +200,7 @@ class SteadyRows:
             )
         return self.free.pop()
 
-    def _write_past(self, place: int, row: SequenceTable, more: int) -> None:
+    def _write_past(self, index: int, row: SequenceTable, more: int) -> None:
         """Write the stored tokens of a row, with capacity for ``more`` 16-bit tokens."""
         pages, slots = (np.array(x, np.int32) for x in row.entries(self._formats))
         items, recents, counts = self._past
@@ -210,8 +210,8 @@ class SteadyRows:
         if len(slots) + more > recents.shape[1]:
             recents = grown(recents, (len(recents), 2 * (len(slots) + more)))
         for table, values in ((items, pages), (recents, slots)):
-            table[place, : len(values)], table[place, len(values) :] = values, 0
-        counts[place] = len(slots), len(pages)
+            table[index, : len(values)], table[index, len(values) :] = values, 0
+        counts[index] = len(slots), len(pages)
         self._past = StoredTokens(items, recents, counts)
 
     def plan(
@@ -235,61 +235,64 @@ class SteadyRows:
         self, sequences: Sequence[SequenceTable], modalities: list[int], begins: bool
     ) -> SteadyStep | None:
         rows, found, left = list[int](), list[DeferredSteps](), self._left.tolist()
-        for index, (row, modality) in enumerate(zip(sequences, modalities, strict=True)):
+        for batch_row, (row, modality) in enumerate(zip(sequences, modalities, strict=True)):
             if modality != _TEXT:
                 continue
             deferred = row.deferred
-            if deferred is None or not left[deferred.place]:
-                deferred = self.begin(row) if begins else None
+            if deferred is None or not left[deferred.index]:
+                deferred = self._begin(row) if begins else None
             if deferred is not None:
-                rows.append(index)
+                rows.append(batch_row)
                 found.append(deferred)
         if not rows:
             return None
-        places = np.array([one.place for one in found])
-        head, page, text = self._head[places], self._page[places], self._text[places]
-        text[:, [0, 3]] += self.counts[places, None]
-        text[:, 1] += np.where(page >= 0, 0, self.counts[places])
+        indices = np.array([one.index for one in found])
+        head, page, text = self._head[indices], self._page[indices], self._text[indices]
+        text[:, [0, 3]] += self.counts[indices, None]
+        text[:, 1] += np.where(page >= 0, 0, self.counts[indices])
         # A row that packs tokens takes the spare slot, which comes after those of the window.
         window = self._policy.window
         return SteadyStep(
             rows=np.array(rows),
             deferred=found,
-            places=places,
-            counts=self.counts[places],
-            slots=self._slots[places, head + window * (page >= 0)],
-            sources=np.where(page >= 0, self._slots[places, head], -1),
+            indices=indices,
+            counts=self.counts[indices],
+            slots=self._slots[indices, head + window * (page >= 0)],
+            sources=np.where(page >= 0, self._slots[indices, head], -1),
             pages=page,
-            first=self._first[places],
+            first=self._first[indices],
             bits=self._bits,
-            past=self._past_of(places),
+            past=self._past_of(indices),
             text=text,
         )
 
-    def _past_of(self, places: np.ndarray) -> StoredTokens:
+    def _past_of(self, indices: np.ndarray) -> StoredTokens:
         items, recents, lengths = self._past
-        lengths = lengths[places]
+        lengths = lengths[indices]
         in_16_bit, in_pages = lengths.max(0).tolist()
-        return StoredTokens(items[places, :in_pages], recents[places, :in_16_bit], lengths)
+        return StoredTokens(items[indices, :in_pages], recents[indices, :in_16_bit], lengths)
 
     def holds(self, step: SteadyStep, sequences: Sequence[SequenceTable]) -> bool:
-        """Return whether a planned step still comes next for its rows of these sequences."""
+        """Return whether a planned step still comes next for its rows of these sequences.
+
+        The caller holds ``lock``.
+        """
         if any(
             sequences[row].deferred is not one
             for row, one in zip(step.rows.tolist(), step.deferred, strict=True)
         ):
             return False
-        return bool((self.counts[step.places] == step.counts).all())
+        return bool((self.counts[step.indices] == step.counts).all())
 
     def take(self, step: SteadyStep) -> None:
-        """Add a planned step that ``holds``."""
-        places = step.places
-        self.counts[places] += 1
-        self._left[places] -= 1
-        self._head[places] += 1
+        """Add a planned step that ``holds``; the caller holds ``lock``."""
+        indices = step.indices
+        self.counts[indices] += 1
+        self._left[indices] -= 1
+        self._head[indices] += 1
         items, recents, lengths = self._past
         packs = step.sources >= 0
-        window, packing, others = self._policy.window, places[packs], places[~packs]
+        window, packing, others = self._policy.window, indices[packs], indices[~packs]
         recents[others, lengths[others, 0]] = step.slots[~packs]
         lengths[others, 0] += 1
         if len(packing):

@@ -178,7 +178,7 @@ class SteadyStep(NamedTuple):
     Attributes:
         rows: rows of the batch, in ascending order.
         deferred: the steps of each row.
-        places: index of each row in ``SteadyRows``.
+        indices: index of each row in ``SteadyRows``.
         counts: number of steps before this one.
         slots: 16-bit slot that the new token takes.
         sources: 16-bit slot whose token is packed; -1 if none is packed.
@@ -192,7 +192,7 @@ class SteadyStep(NamedTuple):
 
     rows: np.ndarray
     deferred: list[DeferredSteps]
-    places: np.ndarray
+    indices: np.ndarray
     counts: np.ndarray
     slots: np.ndarray
     sources: np.ndarray
