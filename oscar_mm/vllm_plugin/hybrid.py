@@ -2,8 +2,8 @@
 
 A hybrid model's attention blocks and the states of its other layers share one buffer, so both must
 have the same number of bytes. vLLM 0.25 chooses the block size as if attention had 16-bit pages,
-before it asks the layers what they store. These set the block size again when they are asked.
-Newer versions ask the backend (``customize_spec``).
+before it asks the layers what they store. Layers with states therefore set the block size again
+when vLLM asks them. Newer versions ask the backend (``customize_spec``).
 """
 
 # pyright: reportMissingImports=false
