@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, overload
@@ -104,6 +105,28 @@ class TPGroup:
         if self.count == 1:
             return path
         return path.with_name(f"{path.stem}.{self.rank}-of-{self.count}{path.suffix}")
+
+    def saved_path(self, path: str | Path) -> Path:
+        """Return the path of this rank's file, to read it.
+
+        Raises:
+            InputError: if it is missing, and another number of ranks has saved files by that name.
+        """
+        own, whole = self.path(path), Path(path)
+        if own.exists():
+            return own
+        counts = {1} if whole.exists() else set[int]()
+        named = f"{glob.escape(whole.stem)}.0-of-*{glob.escape(whole.suffix)}"
+        for file in whole.parent.glob(named):
+            count = file.name.removesuffix(whole.suffix).rpartition("-of-")[2]
+            counts |= {int(count)} if count.isdecimal() else set()
+        if counts:
+            saved = " or ".join(map(str, sorted(counts)))
+            raise InputError(
+                f"{path}: was saved by {saved} {'process' if saved == '1' else 'processes'} and cannot be "
+                f"read by {self.count}: start {saved}"
+            )
+        return own
 
     def __str__(self) -> str:
         """Return text such as "rank 0 of 2"."""

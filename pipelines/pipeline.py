@@ -307,7 +307,7 @@ class Pipeline:
         # requests may use up the memory.
         fingerprints = {self.fingerprint_with(name): name for name in (None, *self.adapters)}
         chat = read_chat(
-            self.store.ranks.path(path),
+            self.store.ranks.saved_path(path),
             fingerprints=fingerprints,
             policy=self.policy,
             layers=self.admission.layer_shapes,

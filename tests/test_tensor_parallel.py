@@ -25,6 +25,24 @@ def test_files_of_ranks() -> None:
     assert TPGroup(4, 3).path(Path("chat")) == Path("chat.3-of-4")
 
 
+def test_files_of_another_number_of_ranks(tmp_path) -> None:
+    path = tmp_path / "my [1].chat"
+    assert TPGroup(2, 1).saved_path(path) == TPGroup(2, 1).path(path)
+    for rank in range(3):
+        TPGroup(3, rank).path(path).touch()
+    with pytest.raises(InputError, match=r"saved by 3 processes.* read by 1: start 3$"):
+        TPGroup().saved_path(path)
+    assert TPGroup(3, 2).saved_path(path) == TPGroup(3, 2).path(path)
+    path.touch()
+    assert TPGroup().saved_path(path) == path
+    with pytest.raises(InputError, match=r"saved by 1 or 3 processes.* by 2: start 1 or 3$"):
+        TPGroup(2, 0).saved_path(path)
+    for rank in range(3):
+        TPGroup(3, rank).path(path).unlink()
+    with pytest.raises(InputError, match=r"saved by 1 process .* by 2: start 1$"):
+        TPGroup(2, 1).saved_path(path)
+
+
 def test_norms_of_all_heads_need_all_heads() -> None:
     with pytest.raises(InputError, match=r"token_scaling='shared'.*2 ranks.*'channel'"):
         TPGroup(2, 0).check(KVPolicy.preset("oscar"))
