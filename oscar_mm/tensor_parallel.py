@@ -122,9 +122,10 @@ class TPGroup:
             counts |= {int(count)} if count.isdecimal() else set()
         if counts:
             saved = " or ".join(map(str, sorted(counts)))
+            processes = "process" if saved == "1" else "processes"
             raise InputError(
-                f"{path}: was saved by {saved} {'process' if saved == '1' else 'processes'} and cannot be "
-                f"read by {self.count}: start {saved}"
+                f"{path}: was saved by {saved} {processes} and cannot be read by {self.count}: "
+                f"start {saved}"
             )
         return own
 

@@ -26,28 +26,29 @@ PLAN = {
 """Tensor-parallel styles of the matrices whose rows are in the order of the heads."""
 
 
-def check(config: Any, count: int, plan: object) -> None:
-    """Check that ranks can divide the states of a model.
+def heads_of_states(config: Any) -> int:
+    """Return how many key heads, whose number ranks must divide, each layer with states has.
 
     Args:
         config: transformers configuration of a model with states.
-        count: number of ranks.
+    """
+    return getattr(config.get_text_config(decoder=True), "linear_num_key_heads", 1)
+
+
+def check(config: Any, plan: object) -> None:
+    """Check that a plan can divide the states of a model.
+
+    Args:
+        config: transformers configuration of a model with states.
         plan: argument ``tp_plan``.
 
     Raises:
-        InputError: if they cannot.
+        InputError: if it cannot.
     """
-    heads = getattr(config.get_text_config(decoder=True), "linear_num_key_heads", 1)
     if plan != "auto":
         raise InputError(
             f"tp_plan: a plan of your own cannot divide the states of {config.model_type}: pass "
             "'auto'"
-        )
-    if heads % count:
-        possible = " or ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise InputError(
-            f"tp_plan: the model has {heads} key heads in a linear-attention layer, which cannot "
-            f"be divided among {count} processes: start {possible}"
         )
 
 

@@ -443,10 +443,10 @@ class Placement:
         if self.tp_plan is None:
             return {}
         count = _processes()
-        _check_heads(config, count)
         plan = self.tp_plan
         if layers_of_states(config):
-            divided_states.check(config, count, plan)
+            divided_states.check(config, plan)
+        _check_heads(config, count)
         if isinstance(plan, str):
             plan = tensor_plan(meta_model(auto_class, config), count)
         return {"distributed_config": DistributedConfig(tp_size=count, tp_plan=dict(plan))}
@@ -521,10 +521,15 @@ def _processes() -> int:
 
 
 def _check_heads(config: Any, count: int) -> None:
-    heads = math.gcd(*(kv_heads for kv_heads, _ in heads_by_layer(config)))
-    if heads % count:
-        possible = " or ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise InputError(
-            f"tp_plan: the model has {heads} KV heads in a layer, which cannot be divided among "
-            f"{count} processes: start {possible}"
-        )
+    found = {"KV heads in a layer": math.gcd(*(heads for heads, _ in heads_by_layer(config)))}
+    if layers_of_states(config):
+        kind = "key heads in a linear-attention layer"
+        found[kind] = divided_states.heads_of_states(config)
+    common = math.gcd(*found.values())
+    for kind, heads in found.items():
+        if heads % count:
+            possible = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise InputError(
+                f"tp_plan: the model has {heads} {kind}, which cannot be divided among {count} "
+                f"processes: start {possible}"
+            )

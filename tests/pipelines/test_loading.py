@@ -347,6 +347,12 @@ def test_states_that_cannot_be_divided(tmp_path, monkeypatch) -> None:
         OscarVLPipeline(tmp_path, tp_plan={"lm_head": "colwise_gather_output"})
     with pytest.raises(InputError, match=r"2 key heads .* among 4 processes: start 1 or 2$"):
         OscarVLPipeline(tmp_path, tp_plan="auto")
+    qwen3_5(tmp_path / "other", seed=1, num_attention_heads=6, num_key_value_heads=3)
+    for kind in ("3 KV heads in a layer", "2 key heads in a linear-attention layer"):
+        count = 5 - int(kind[0])  # that divides the other heads
+        monkeypatch.setattr(loading, "_processes", lambda count=count: count)
+        with pytest.raises(InputError, match=rf"{kind}, .* {count} processes: start 1$"):
+            OscarVLPipeline(tmp_path / "other", tp_plan="auto")
 
 
 def test_the_talker_stays_whole(qwen3_omni_talker_folder) -> None:
