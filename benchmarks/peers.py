@@ -315,6 +315,12 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(models.split(",")) - RANDOM_MODELS.keys():
         known = ", ".join(RANDOM_MODELS)
         options_parser.error(f"--models, --weights: there is no {min(unknown)}; there are {known}")
+    if options.limit is not None and not options.limit > 0:
+        options_parser.error(f"--limit {options.limit:g}: must be more than 0 seconds")
+    for name in ("contexts", "full"):
+        text = getattr(options, name)
+        if not all(part.isdecimal() and int(part) for part in text.split(",")):
+            options_parser.error(f"--{name} {text}: must be numbers of tokens, comma-separated")
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     line, rows = command("benchmarks.peers", arguments), list[Row]()
     extra: dict[str, Any] = {"complete": False, "seconds": 0.0}

@@ -273,7 +273,13 @@ def run(options: argparse.Namespace, line: str) -> None:
     """Measure and record problem by problem, so that an interrupted run can be continued."""
     if min(options.problems, options.max_new_tokens, options.rows) < 1:
         raise InputError("--problems, --max-new-tokens and --rows must be 1 or more")
+    if options.minutes is not None and not options.minutes > 0:
+        raise InputError(f"--minutes {options.minutes:g}: must be more than 0")
     known = [method for method in main_methods() if method.name in METHODS]
+    for text in options.methods:
+        if not selected(known, [text]):
+            there = "; ".join(method.name for method in known)
+            raise InputError(f"--methods {text}: is no part of a method's name; there are {there}")
     chosen = selected(known, options.methods)
     methods = [known[0], *(method for method in chosen if method is not known[0])]
     record = Record("solved", line, device_name("cpu"), [], NOTES)

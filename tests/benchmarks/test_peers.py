@@ -162,6 +162,23 @@ def test_formats_of_weights(events, tmp_path, monkeypatch: pytest.MonkeyPatch) -
         peers.main([*line, "--weights", "int3"])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (["--limit", "0"], "--limit 0: must be more than 0 seconds"),
+        (["--limit", "nan"], "--limit nan: must be"),
+        (["--contexts", "2048,"], "--contexts 2048,: must be numbers of tokens, comma-separated"),
+        (["--full", "32k"], "--full 32k: must be numbers"),
+    ],
+)
+def test_wrong_arguments_start_nothing(wrong, expected, events, tmp_path, capsys) -> None:
+    """And an earlier record stays."""
+    with pytest.raises(SystemExit):
+        peers.main([*wrong, "--out", str(tmp_path)])
+    assert expected in capsys.readouterr().err
+    assert not events and not [*tmp_path.iterdir()]
+
+
 def model_of(spec: dict[str, Any]) -> str:
     return spec["loops"][0]["model"] if "engine" in spec else spec["model"]
 

@@ -120,4 +120,11 @@ def test_a_run_is_continued(tmp_path: Path, monkeypatch, capsys) -> None:
     assert Record.load(path).rows == whole
     assert solved.main([*line, "--methods", "channel"]) == 2
     assert "omit --add" in capsys.readouterr().err
-    assert solved.main([*line, "--problems", "0"]) == 2
+    for wrong, expected in (
+        (["--problems", "0"], "--problems, --max-new-tokens and --rows must be"),
+        (["--minutes", "0"], "--minutes 0: must be more than 0"),
+        (["--minutes", "nan"], "--minutes nan: must be"),
+        (["--methods", "FP9"], "--methods FP9: is no part of a method's name; there are 16 bit; "),
+    ):
+        assert solved.main([*line, *wrong]) == 2
+        assert expected in capsys.readouterr().err
