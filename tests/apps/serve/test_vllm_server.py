@@ -7,6 +7,7 @@ import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,8 @@ def test_arguments_of_options() -> None:
 
 def test_names_origins_and_levels() -> None:
     origins = ["http://localhost:3000"]
-    given = {"lora": ["c=./c", "d=./d"]} | {
+    given: dict[str, Any] = {
+        "lora": ["c=./c", "d=./d"],
         "served_model_name": ["a", "b"],
         "allow_origin": origins,
         "log_level": "warning",
