@@ -263,7 +263,7 @@ def test_programs() -> None:
         assert len(shown[model, name]) == len(expected)
 
 
-@pytest.mark.parametrize("task", ["humaneval"])
+@pytest.mark.parametrize("task", ["humaneval", "words"])
 def test_solved_problems(task: str) -> None:
     """Each method of the record is in the table of its task, and no other."""
     rows = [row for row in record("solved-amd-epyc") if row["task"] == task]
