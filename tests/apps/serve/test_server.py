@@ -319,8 +319,8 @@ def test_clients_that_give_no_length(qwen3_omni_folder, monkeypatch, running: in
     for."""
     from oscar_mm.apps.serve import service as serving
 
-    assert serving._MIN_TEXT == 1024
-    monkeypatch.setattr(serving, "_MIN_TEXT", 20)
+    assert serving._MIN_DEFAULT_ANSWER == 1024
+    monkeypatch.setattr(serving, "_MIN_DEFAULT_ANSWER", 20)
     pipe = OscarOmniPipeline(
         qwen3_omni_folder, policy="bf16", device="cpu", kv_budget=600_000, max_context=150
     )
