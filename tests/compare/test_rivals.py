@@ -168,7 +168,8 @@ def test_bits_are_those_counted_by_hand(name: str, head_dim: int, bits: float) -
     assert memory.kv_bytes == pytest.approx(stored + 2 * (every - values), rel=1e-4)
     assert memory.bits_per_value == pytest.approx(8 * memory.kv_bytes / every)
     changed = [not torch.equal(x.keys, layer.keys) for x, layer in zip(found, layers, strict=True)]
-    assert changed == ([False, False, True, True, False, False] if bits > 5 else [True] * LAYERS)
+    some = name.startswith("TurboQuant") and "all layers" not in name
+    assert changed == ([False, False, True, True, False, False] if some else [True] * LAYERS)
 
 
 def test_the_same_tokens_are_exact_as_with_our_pages() -> None:
@@ -262,4 +263,5 @@ def test_decoding_is_what_step_by_step_gives(name: str) -> None:
     places = torch.arange(prompt, tokens)[None]
     found = model(ids[:, prompt:], position_ids=places, **as_argument(decoded)).logits[0]
     lost = (real - exact).square().mean()
-    assert (found - real).square().mean() < 1e-4 * lost
+    # INT4 rounds rotated numbers to bfloat16 first, so the last bit of a sum can change a code.
+    assert (found - real).square().mean() < (1e-3 if name.startswith("INT4") else 1e-4) * lost
