@@ -287,13 +287,9 @@ class MixedCache(ForcedCache):
         for part in self.parts:
             part.begin()
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """Return the new keys and values; see ``ForcedCache.update``."""
-        keys = key_states.view_as(key_states)
-        keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
-        return keys, value_states
+    def attention_of(self, index: int) -> Any:
+        """See ``ForcedCache.attention_of``."""
+        return _Attention(self, index)
 
 
 class _Attention:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oscar_mm.compare.methods import Method
-from oscar_mm.compare.teacher_forcing import ForcedCache, LayerStates, Pair
+from oscar_mm.compare.teacher_forcing import ForcedCache, LayerStates
 
 
 class DecodedCache(ForcedCache):
@@ -34,14 +34,9 @@ class DecodedCache(ForcedCache):
         self.method, self.layers, self.ids = method.one_by_one(self.length), layers, ids
         self.restored_from = self.method.restored_from(ids, self.length)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """Return the new keys and values; the keys' attribute ``oscar_chunk`` is the object that
-        attention "oscar" calls."""
-        keys = key_states.view_as(key_states)
-        keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
-        return keys, value_states
+    def attention_of(self, index: int) -> Any:
+        """See ``ForcedCache.attention_of``."""
+        return _Attention(self, index)
 
 
 class _Attention:

@@ -108,8 +108,12 @@ class ForcedCache(Cache):
         """Return the new keys and values; the keys' attribute ``oscar_chunk`` is the object that
         attention "oscar" calls."""
         keys = key_states.view_as(key_states)
-        keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
+        keys.oscar_chunk = self.attention_of(layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
+
+    def attention_of(self, index: int) -> Any:
+        """Return the attention of a layer, whose ``attend`` attention "oscar" calls."""
+        return _Attention(self, index)
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         """Raise InputError: the states of linear attention are not stand-ins."""
