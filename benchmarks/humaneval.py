@@ -119,6 +119,27 @@ def answers_of(
     return [text for text, *_ in found], sum(x[2] for x in found) / sum(x[1] for x in found)
 
 
+def figures(passed: Sequence[bool], right: Sequence[bool], same: Sequence[bool]) -> Row:
+    """Return the figures of a row; see ``NOTES``.
+
+    Args:
+        passed: whether each answer passes.
+        right: whether that with the 16-bit cache passes.
+        same: whether both have the same text.
+    """
+    count, rate = len(passed), sum(passed) / len(passed)
+    pairs = list(zip(passed, right, strict=True))
+    return {
+        "problems": count,
+        "passed": sum(passed),
+        "pass_rate": rate,
+        "pass_rate_error": sqrt(rate * (1 - rate) / count),
+        "same": sum(same) / count,
+        "lost": pairs.count((False, True)),
+        "gained": pairs.count((True, False)),
+    }
+
+
 def compared(
     texts: Sequence[str], passed: Sequence[bool], exact: Sequence[str], right: Sequence[bool]
 ) -> Row:
@@ -128,18 +149,7 @@ def compared(
         texts, passed: answers with the policy, and whether they pass.
         exact, right: the same with the 16-bit cache.
     """
-    count = len(texts)
-    rate = sum(passed) / count
-    pairs = list(zip(passed, right, strict=True))
-    return {
-        "problems": count,
-        "passed": sum(passed),
-        "pass_rate": rate,
-        "pass_rate_error": sqrt(rate * (1 - rate) / count),
-        "same": sum(map(str.__eq__, texts, exact)) / count,
-        "lost": pairs.count((False, True)),
-        "gained": pairs.count((True, False)),
-    }
+    return figures(passed, right, [one == other for one, other in zip(texts, exact, strict=True)])
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
@@ -159,9 +169,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         if not exact:
             exact, right = texts, passed
         place = {"model": MODELS[options.model].title, "dtype": options.dtype, "policy": name}
-        figures = compared(texts, passed, exact, right) | {"ratio": ratio, "seconds": seconds}
+        row = place | compared(texts, passed, exact, right) | {"ratio": ratio, "seconds": seconds}
         solved = [one.name for one, is_right in zip(problems, passed, strict=True) if is_right]
-        yield place | figures | {"solved": solved}
+        yield row | {"solved": solved}
 
 
 def change(row: Row) -> tuple[float, float]:

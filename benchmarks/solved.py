@@ -17,14 +17,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
-from math import sqrt
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from benchmarks import sandbox
-from benchmarks.humaneval import STOPS, change, problems_of
+from benchmarks.humaneval import STOPS, change, figures, problems_of
 from benchmarks.language_models import MODELS, PACKAGES, load_released
 from benchmarks.mixed_rows import Answer, decode
 from benchmarks.record import Record, Row, device_name, exit_code, finish, merge_rows, parser, show
@@ -151,18 +150,12 @@ class Tally:
 
     def row(self, exact: str) -> Row:
         """Return the row, given the marks of the 16-bit cache."""
-        count, passed = len(self.marks), self.marks.count("1")
-        pairs = list(zip(self.marks, exact, strict=True))
-        rate = passed / count
+        passed, right, same = (
+            [mark == "1" for mark in marks] for marks in (self.marks, exact, self.alike)
+        )
         return self._place | {
-            "problems": count,
-            "passed": passed,
-            "pass_rate": rate,
-            "pass_rate_error": sqrt(rate * (1 - rate) / count),
-            "same": self.alike.count("1") / count,
-            "lost": pairs.count(("0", "1")),
-            "gained": pairs.count(("1", "0")),
-            **{name: total / count for name, total in self._sums.items()},
+            **figures(passed, right, same),
+            **{name: total / len(passed) for name, total in self._sums.items()},
             "marks": self.marks,
             "alike": self.alike,
         }
