@@ -156,7 +156,7 @@ def _is_sharded_as_known(layer: Any) -> bool:
     divided = {module for module in modules_of(layer) if is_sharded(module)}
     names = ("self_attn", "linear_attn", "mlp")
     if (shared := getattr(layer.mlp, "shared_expert", None)) is not None:
-        divided -= {*modules_of(shared)}  # It runs as its own module.
+        divided -= {*modules_of(shared)}  # ``SharedExpert.of`` checks these.
     for block in [getattr(layer, name) for name in names if hasattr(layer, name)]:
         products = {one: name for name, one in block.named_children() if name in _SHARDED_BY}
         as_known = {one for one, name in products.items() if is_sharded(one, _SHARDED_BY[name])}

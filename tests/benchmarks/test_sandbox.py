@@ -73,7 +73,7 @@ def test_mounts_with_spaces_are_read_only(tmp_path: Path) -> None:
 
 
 def test_all_processes_of_a_program_end(tmp_path: Path) -> None:
-    """Those too that have left its process group, and ask not to be killed with it."""
+    """So do those that have left its process group and asked not to be killed with their parent."""
     program = f"""
 import ctypes, os, time
 for _ in range(2):
