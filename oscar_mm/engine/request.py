@@ -292,13 +292,18 @@ class Request(RequestState):
         Args:
             memory: memory report for the answer; by default, that of its caches.
         """
-        memory = memory or self._memory or self.engine.call(self.cache.memory)
+        memory = memory or self._memory or self.engine.call(self._measured)
         cached = self.prompt.tokens - self.unread.tokens
         answer = self.written.answer(memory, self.prompt_tokens, cached)
         answer = replace(answer, drafts=self.drafted, accepted_drafts=self.accepted)
         if self.prompt_logprobs is not None:
             answer = replace(answer, prompt_logprobs=self.prompt_logprobs.complete)
         return answer if self.sampling.logprobs is None else replace(answer, logprobs=self.logprobs)
+
+    def _measured(self) -> MemoryReport:
+        """Return the memory report, in the engine thread, which may have closed the cache since the
+        call."""
+        return self._memory or self.cache.memory()
 
 
 class PrefillRequest(Request):

@@ -350,6 +350,35 @@ def test_an_answer_has_ended_once_its_last_piece_is_there(plain, monkeypatch) ->
     answer.complete()
 
 
+def test_an_answer_that_is_released_while_its_thread_asks_for_its_memory(
+    plain, monkeypatch
+) -> None:
+    """It says what its cache stored, not that a closed cache stores nothing."""
+    answer, asked = made(plain, SHORT[0]), threading.Event()
+    settle, call = answer.settle, plain.engine.call
+
+    def settle_late() -> None:
+        assert asked.wait(60)
+        settle()
+
+    def call_first(function: Any) -> Any:
+        asked.set()
+        return call(function)
+
+    monkeypatch.setattr(answer, "settle", settle_late)
+    monkeypatch.setattr(plain.engine, "call", call_first)
+    with plain.engine.keep_stepping(lambda: None):
+        plain.engine.submit(answer)
+        deadline = time.monotonic() + 60
+        while not answer.ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        memory = answer.answer().memory
+    assert answer.cache.closed
+    # The last token of an answer is not stored.
+    assert memory.tokens["text"] == answer.prompt_tokens + TOKENS - 1
+
+
 @pytest.mark.parametrize("stop", [(), ("#?",)])
 def test_who_detokenizes(plain, monkeypatch, stop: tuple[str, ...]) -> None:
     """The thread that takes the pieces, unless a stop string may end the answer."""
