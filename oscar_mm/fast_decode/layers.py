@@ -7,8 +7,8 @@ transformers' modules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -184,6 +184,8 @@ class FeedForward:
     expert, or has one that ``SharedExpert`` does not take."""
     shared: SharedExpert | None
     """The mixture's shared expert, if it has one."""
+    agreed: dict[int, bool] = field(default_factory=dict)
+    """Whether all ranks that divide the mixture have kernels for it, by number of rows."""
 
     @staticmethod
     def parts(layer: Any) -> dict[str, Any]:
@@ -213,7 +215,7 @@ class FeedForward:
         experts, shared = self.experts, self.shared
         # The kernels normalize neither by centered norms nor for the shared expert.
         has_norm = shared is None and isinstance(self.mlp_norm, Norm)
-        kernels = None if experts is None else expert_kernels(rows, experts, has_norm=has_norm)
+        kernels = None if experts is None else self._kernels(rows, experts, has_norm=has_norm)
         if experts is None or kernels is None:
             return rows + self.mlp(self.mlp_norm.at_once(rows)[None])[0]
         if has_norm:
@@ -225,6 +227,20 @@ class FeedForward:
         found = kernels(MixtureArguments(x, None, 0.0, *experts, residual=rows, logits=logits))
         shared.ranks.all_reduce(found)
         return found
+
+    def _kernels(
+        self, rows: torch.Tensor, experts: Experts, *, has_norm: bool
+    ) -> Callable[[MixtureArguments], torch.Tensor] | None:
+        """Return ``expert_kernels``; None if another rank that divides the mixture has none."""
+        kernels = expert_kernels(rows, experts, has_norm=has_norm)
+        if self.shared is None or self.shared.ranks.count == 1:
+            return kernels
+        # The module adds up other sums over the ranks: a rank that uses it and one that does not
+        # would wait for each other forever. A rank may lack a kernel that fails its self-check.
+        if len(rows) not in self.agreed:
+            has_kernels = kernels is not None
+            self.agreed[len(rows)] = self.shared.ranks.all(has_kernels, rows.device)
+        return kernels if self.agreed[len(rows)] else None
 
 
 @dataclass(frozen=True, kw_only=True)

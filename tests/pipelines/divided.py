@@ -157,11 +157,18 @@ def asked_of_states(pipe: OscarVLPipeline, cards: int, saved: Path) -> dict[str,
     return {"turns": [again, *after], "batch": batch}
 
 
-def asked_with_mixtures(pipe: OscarVLPipeline, cards: int) -> dict[str, Any]:
+def asked_with_mixtures(
+    pipe: OscarVLPipeline, cards: int, broken_rank: int | None
+) -> dict[str, Any]:
     """Token ids where mixtures of experts run as on a GPU, with PyTorch operations for their
-    kernels; and how many there were."""
+    kernels; and how many there were.
+
+    Args:
+        broken_rank: which has no kernels.
+    """
     mixture = Mock(wraps=experts_by_torch)
-    with patch.object(layers, "expert_kernels", lambda *_, **__: mixture):
+    kernels = None if distributed.get_rank() == broken_rank else mixture
+    with patch.object(layers, "expert_kernels", lambda *_, **__: kernels):
         turns = asked(pipe.with_policy(pipe.policy), cards)["turns"]
     return {"turns": turns, "mixtures": mixture.call_count}
 
@@ -230,7 +237,8 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
         if "hybrid" in name:
             saved = folder / f"{name}.safetensors"
             results[name]["of states"] = asked_of_states(pipe, CARDS_OF[name], saved)
-            results[name]["fused"] = asked_with_mixtures(pipe, CARDS_OF[name])
+            for how, broken_rank in (("fused", None), ("half fused", 1)):
+                results[name][how] = asked_with_mixtures(pipe, CARDS_OF[name], broken_rank)
             results[name]["recorded"] = asked_on_records(pipe, CARDS_OF[name], None)
         if name == "omni with a talker":
             try:

@@ -90,9 +90,11 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
         steps = asked_of_states(alone, CARDS_OF[name], tmp_path / "chat.safetensors")
         for found in ranks:
             assert found[name]["of states"] == steps
-            for how in ("recorded", "fused"):
+            for how in ("recorded", "fused", "half fused"):
                 assert found[name][how]["turns"] == expected["turns"]
             assert (found[name]["fused"]["mixtures"] > 8) == (name != "hybrid")
+            # One rank has no kernels, so the other does not use its own.
+            assert found[name]["half fused"]["mixtures"] == 0
             assert found[name]["recorded"]["replays"] > 8
     if name == "pocket-omni":
         assert [found[name]["heard"] for found in ranks] == 2 * [heard(alone)]
