@@ -14,7 +14,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 IMPLEMENTATION = "oscar"
-_GROUPED, _BATCHED = "grouped_mm", "batched_mm"
+GROUPED, _BATCHED = "grouped_mm", "batched_mm"
 MAX_BATCHED = 16
 """Maximum number of tokens for "batched_mm", which was faster up to this number in all measurements
 with 8 of 128 experts per token (benchmarks/results/full_size-nvidia-h200.json)."""
@@ -38,7 +38,7 @@ def forward(
         (tokens, hidden size).
     """
     few = hidden_states.device.type != "cpu" and len(hidden_states) <= MAX_BATCHED
-    implementation = ALL_EXPERTS_FUNCTIONS[_BATCHED if few else _GROUPED]
+    implementation = ALL_EXPERTS_FUNCTIONS[_BATCHED if few else GROUPED]
     return implementation(experts, hidden_states, top_k_index, top_k_weights)
 
 
@@ -48,9 +48,9 @@ def choose_experts(model: Any) -> None:
     Any other choice by the user is kept, and quantized experts are left unchanged.
     """
     chosen = model.get_experts_implementation()
-    if _GROUPED in chosen.values() and not _has_quantized_experts(model):
+    if GROUPED in chosen.values() and not _has_quantized_experts(model):
         ours = {
-            name: IMPLEMENTATION if value == _GROUPED else value for name, value in chosen.items()
+            name: IMPLEMENTATION if value == GROUPED else value for name, value in chosen.items()
         }
         model.set_experts_implementation(ours)
 

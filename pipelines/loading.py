@@ -34,7 +34,7 @@ from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError, shown
 from oscar_mm.media.sequence_lengths import read_lengths_once
 from oscar_mm.models import check_source, remedy, source_of, stored_bytes
-from oscar_mm.pipelines import divided_states
+from oscar_mm.pipelines import divided_experts, divided_states
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.drafts import add_drafts
 from oscar_mm.pipelines.quantized_checkpoints import (
@@ -176,6 +176,7 @@ def load(
     if drafts:
         add_drafts(family.text_part(loaded), source, shared)
     if (ranks := TPGroup.of(loaded)).count > 1:
+        divided_experts.check(loaded, ranks)
         divided_states.keep_own_heads(family.text_part(loaded).get_decoder(), ranks)
     watch(ranks)
     _set_attention(family, loaded, towers)

@@ -37,6 +37,7 @@ CARDS_OF = {
     "hybrid language model": 0,
 }
 """How many cards each is shown: of the pocket models so many that pages are packed."""
+ODD_EXPERTS = "experts of an odd width"
 QUESTION = "What is the code in picture 5?"
 
 
@@ -200,6 +201,23 @@ def heard(pipe: OscarOmniPipeline) -> list[int]:
     return pipe(prompt="What was said in clip 2?", audio=CLIPS[:3], max_new_tokens=12).token_ids
 
 
+def asked_of_odd_experts(model: str, dtype: str) -> dict[str, Any]:
+    """Why experts are not divided by an odd width, and the token ids of what is done instead."""
+    try:
+        pipeline(ODD_EXPERTS, model, dtype, tp_plan="auto")
+    except InputError as error:
+        why = str(error)
+    return {
+        "refused": why,
+        "turns": asked(by_eager_experts(model, dtype, tp_plan="auto"), 0)["turns"],
+    }
+
+
+def by_eager_experts(model: str, dtype: str, **arguments: Any) -> OscarVLPipeline:
+    eager = {"experts_implementation": "eager"}
+    return OscarVLPipeline(model, dtype=dtype, model_kwargs=eager, **arguments)
+
+
 def refused(pipe: OscarVLPipeline) -> list[str]:
     """One norm for the heads of all ranks, in a pipeline and in a model's own ``generate``."""
     found = []
@@ -222,6 +240,9 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
     """As one of these processes: write down what is found, then run the example."""
     results: dict[str, Any] = {}
     for name, model in models.items():
+        if name == ODD_EXPERTS:
+            results[name] = asked_of_odd_experts(model, dtype)
+            continue
         pipe = pipeline(name, model, dtype, tp_plan="auto")
         with captures() as devices:
             results[name] = asked(pipe, CARDS_OF[name])

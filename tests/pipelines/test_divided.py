@@ -11,9 +11,11 @@ from oscar_mm.pipelines.loading import Placement
 from tests.languages import CHATML, build_language_model
 from tests.pipelines.divided import (
     CARDS_OF,
+    ODD_EXPERTS,
     asked,
     asked_more,
     asked_of_states,
+    by_eager_experts,
     heard,
     pipeline,
     run,
@@ -37,7 +39,10 @@ def models(
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "template": CHATML}
     fields = LINEAR | experts | heads
     build_language_model("qwen3_next", hybrids["hybrid language model"], seed=3, **fields)
+    odd = tmp_path_factory.mktemp("odd")
+    build_language_model("qwen3_next", odd, seed=3, moe_intermediate_size=20, **fields)
     tiny = {
+        ODD_EXPERTS: str(odd),
         "vl with biases": str(qwen2_5_vl_folder),
         "vl with experts": str(qwen3_vl_moe_folder),
         "omni with a talker": str(qwen3_omni_talker_folder),
@@ -117,6 +122,15 @@ def test_what_ranks_cannot_do_is_refused(ranks) -> None:
         for message in found["pocket-vl"]["refused"]:
             assert "2 ranks" in message and "per_head" in message
         assert "tensor parallelism" in found["omni with a talker"]["refused"]
+
+
+@pytest.mark.slow
+def test_experts_that_cannot_be_divided(models, ranks) -> None:
+    expected = asked(by_eager_experts(models[ODD_EXPERTS], "float32", device="cpu"), 0)["turns"]
+    for found in ranks:
+        why = found[ODD_EXPERTS]["refused"]
+        assert "width of 20" in why and "2 processes" in why and "start 1, or pass" in why
+        assert found[ODD_EXPERTS]["turns"] == expected
 
 
 @pytest.mark.slow
