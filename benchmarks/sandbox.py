@@ -1,8 +1,8 @@
-"""Run programs that a model wrote in a sandbox, where they can change no file and use no network.
+"""Run programs that a model wrote in a sandbox, where they can change no file and reach no service.
 
-Linux namespaces (``unshare`` of util-linux) give a program a read-only file system, no network and
-no other processes; resource limits bound its time, memory and output. ``check`` tests the sandbox
-first.
+Linux namespaces (``unshare`` of util-linux) give a program the system's folders of programs and
+Python's, read-only, no network and no other processes; resource limits bound its time, memory and
+output. Sockets of services are in none of these folders. ``check`` tests the sandbox first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -26,16 +27,25 @@ SECONDS, BYTES = 5, 1 << 30
 _PRINTED_BYTES = 1 << 20
 """Maximum number of bytes that a program may print."""
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid")
-_UNSHARE += ("--fork", "--kill-child", "--mount-proc")
+_UNSHARE += ("--fork", "--kill-child")
+_FOLDERS = ("/bin", "/etc", "/lib", "/lib64", "/nix/store", "/sbin", "/usr")
+"""Folders with the programs and libraries of a system; not each system has all of them."""
 _READ_ONLY = """
-mount --make-rprivate /
+root=$1; shift
+mount --make-rprivate / && mount -t tmpfs none "$root" || exit
+while [ "$1" != -- ]; do
+  mkdir -p "$root$1" && mount --rbind "$1" "$root$1" || exit
+  shift
+done
+shift
 awk '{print $5}' /proc/self/mountinfo | sort -u | while read -r point; do
   mount -o remount,bind,ro "$(printf %b "$point")" 2>/dev/null || true
 done
-unshare --user --mount "$@"
+unshare --user --mount --root="$root" --wd=/ "$@"
 exit $?
 """
-"""Shell script that makes all mounts read-only, then runs its arguments.
+"""Shell script that puts folders, up to "--", into an empty one, makes all mounts read-only, and
+runs the arguments after "--" with this one as the root.
 
 They run in further namespaces, where nobody can make the mounts writable again. The shell remains
 the first process, so that all processes of a program end with it. Spaces in paths of mountinfo are
@@ -43,17 +53,21 @@ octal.
 """
 _ATTEMPTS = """
 import ctypes, os, socket, sys
-folder, port = sys.argv[1], int(sys.argv[2])
+folder, port, file, abstract = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 def remount():
     libc, locked = ctypes.CDLL(None, use_errno=True), 14  # MS_NOSUID | MS_NODEV | MS_NOEXEC
     flags = os.statvfs("/").f_flag & locked | 4128  # MS_BIND | MS_REMOUNT
     if libc.mount(None, b"/", None, flags, None):
         raise OSError(ctypes.get_errno())
+def connect(address):
+    socket.socket(socket.AF_UNIX).connect(address)
 attempts = {
     "make files writable": remount,
     "write files": lambda: open(folder + "/new", "w"),
     "remove files": lambda: os.remove(folder + "/kept"),
     "use the network": lambda: socket.create_connection(("127.0.0.1", port), 1),
+    "use sockets of files": lambda: connect(file),
+    "use sockets of names": lambda: connect("\\0" + abstract),
 }
 for name, attempt in attempts.items():
     try:
@@ -72,16 +86,27 @@ def passes(program: str, *arguments: str, seconds: float = SECONDS) -> bool:
 
 
 def check() -> None:
-    """Check that programs run, but can neither write or remove files nor use the network.
+    """Check that programs run, but can neither write or remove files nor use network or sockets.
 
     Raises:
         InputError: if this machine does not allow such a sandbox.
     """
     if sys.platform != "linux" or shutil.which("unshare") is None:
         raise InputError("programs of a model run in a sandbox that needs Linux and util-linux")
-    with tempfile.TemporaryDirectory() as folder, closing(socket.create_server(("", 0))) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as hidden,
+        closing(socket.create_server(("", 0))) as server,
+        closing(socket.socket(socket.AF_UNIX)) as of_file,
+        closing(socket.socket(socket.AF_UNIX)) as of_name,
+    ):
         (Path(folder) / "kept").touch()
-        code, said = _run(_ATTEMPTS, folder, str(server.getsockname()[1]))
+        file, name = f"{hidden}/socket", secrets.token_hex(8)
+        for one, address in ((of_file, file), (of_name, f"\0{name}")):
+            one.bind(address)
+            one.listen()
+        port = str(server.getsockname()[1])
+        code, said = _run(_ATTEMPTS, folder, port, file, name, folders=(folder,))
     if code != 0:
         raise InputError(
             f"programs of a model run in a sandbox, which this system refuses ({said.strip()}); "
@@ -91,12 +116,20 @@ def check() -> None:
         raise InputError(f"in the sandbox a program can {', '.join(said.splitlines())}")
 
 
-def _run(program: str, *arguments: str, seconds: float = SECONDS) -> tuple[int, str]:
-    """Return the exit code of a program and what it printed; the code is not 0 after a timeout."""
+def _run(
+    program: str, *arguments: str, seconds: float = SECONDS, folders: Sequence[str] = ()
+) -> tuple[int, str]:
+    """Return the exit code of a program and what it printed; the code is not 0 after a timeout.
+
+    Args:
+        folders: further folders that it can read.
+    """
     python = (sys.executable, "-I", "-c", program, *arguments)
-    with tempfile.TemporaryFile() as printed:
+    of_python = sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)
+    needed = [one for one in (*_FOLDERS, *of_python) if os.path.isdir(one)]
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryDirectory() as root:
         process = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", _READ_ONLY, "sh", *python],
+            [*_UNSHARE, "sh", "-c", _READ_ONLY, "sh", root, *needed, *folders, "--", *python],
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
