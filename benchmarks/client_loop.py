@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
@@ -32,7 +31,14 @@ from benchmarks.loop_prompts import SIDE, VLLMPrompts, asked, texts
 from benchmarks.random_model import RANDOM_MODELS, endless_pipeline
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from benchmarks.vllm_attention import engine_options, model_folder, tokens_of
-from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, wait_to_begin, write_rows
+from benchmarks.vllm_process import (
+    CHILD,
+    rows_of_child,
+    vllm_versions,
+    wait_to_begin,
+    waiting_worker,
+    write_rows,
+)
 from oscar_mm.apps.server_process import freeze_loaded, short_thread_turns
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.warm_up import warm_up
@@ -321,8 +327,16 @@ def vllms(engine: Any, prompt: Callable[[int], Any], loop: Loop) -> Row:
     return row
 
 
-def vllm_engine(loops: Sequence[Loop], folder: Path) -> Callable[[Loop], Row]:
-    """Start vLLM with the model of some loads; return a function that measures one of them."""
+def vllm_engine(
+    loops: Sequence[Loop], folder: Path, worker: dict[str, str]
+) -> Callable[[Loop], Row]:
+    """Start vLLM with the model of some loads; return a function that measures one of them.
+
+    Args:
+        loops: the loads.
+        folder: folder for the files of the model.
+        worker: arguments of ``vllm.LLM`` for its worker, see ``waiting_worker``.
+    """
     from vllm import LLM
 
     [model], [pictures] = ({getattr(x, name) for x in loops} for name in ("model", "pictures"))
@@ -340,7 +354,7 @@ def vllm_engine(loops: Sequence[Loop], folder: Path) -> Callable[[Loop], Row]:
     del options["kv_transfer_config"], options["max_num_batched_tokens"]
     if pictures:
         options |= source.options(pictures)
-    engine: Any = LLM(**options).llm_engine
+    engine: Any = LLM(**options, **worker).llm_engine
 
     def measure(loop: Loop) -> Row:
         def ids(number: int) -> dict[str, list[int]]:
@@ -376,11 +390,9 @@ def child(spec: dict[str, Any]) -> None:
     """Run the loads of one engine, and write a line of JSON to a file for each row."""
     loops = [Loop(**loop) for loop in spec["loops"]]
     if spec["engine"] == VLLM:
-        import_module("vllm")
-    wait_to_begin(spec)
-    if spec["engine"] == VLLM:
-        measure = vllm_engine(loops, Path(spec["folder"]))
+        measure = vllm_engine(loops, Path(spec["folder"]), waiting_worker(spec))
     else:
+        wait_to_begin(spec)
         measure = our_engine(
             endless_pipeline(loops[0].model, tiny=spec["tiny"], device=spec["device"])
         )

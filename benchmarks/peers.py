@@ -3,55 +3,56 @@
 python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--weights bf16,fp8,int4]
     [--contexts 2048,32768,131072] [--limit 600]
 
-Other benchmarks run one after another in their own processes: ``decode_step`` and ``throughput``
-for our caches and those of transformers, ``client_loop`` for many clients with short prompts, and
-``vllm_attention`` if vLLM is installed. Each process imports while the one before it measures.
+The parts of other benchmarks run one after another in their own processes: steps of ``decode_step``
+and largest batches of ``throughput`` for our caches and those of transformers, ``client_loop`` for
+many clients with short prompts, and ``vllm_attention`` if vLLM is installed. What matters most
+comes first, and each process imports while the one before it measures.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
+import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import client_loop, vllm_attention
-from benchmarks.cache_variants import VARIANTS
+from benchmarks import client_loop, decode_step, throughput, vllm_attention
+from benchmarks.cache_variants import VARIANTS, Decoder
 from benchmarks.decode_step import COMPILED, COMPILED_CELL
 from benchmarks.random_model import RANDOM_MODELS
 from benchmarks.record import Record, Row, command, device_name, finish, parser, show
-from benchmarks.vllm_process import Child, vllm_versions
+from benchmarks.vllm_process import CHILD, Child, vllm_versions, wait_to_begin, write_rows
 
 MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
 CLIENTS = {"prompt": 2000, "new_tokens": 400, "clients": 64}
 """Load of ``client_loop``; more loads are measured by calling it directly."""
 SMALL_CLIENTS = {"prompt": 40, "new_tokens": 4, "clients": 2}
 PART_SECONDS = 590.0
-"""Time limit of each process, in seconds."""
+"""Default time limit of each process, in seconds."""
 WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
 """Caches to measure with a single sequence; ``FULL_WAYS`` are the caches for full memory."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
+_LOOPS = "decode_step, throughput"
+"""Method in the row of an error that ends the loops of our caches and those of transformers."""
 ATTENTIONS = {
     "auto": "vLLM, bf16",
     "fp8": "vLLM, fp8",
-    "turboquant_3bit_nc": "vLLM, TurboQuant 3bit_nc",
-    "turboquant_k3v4_nc": "vLLM, TurboQuant k3v4_nc",
-    "int4_per_token_head": "vLLM, int4 per token and head",
     "standard": "vLLM, our standard pages",
+    "int4_per_token_head": "vLLM, int4 per token and head",
+    "turboquant_k3v4_nc": "vLLM, TurboQuant k3v4_nc",
+    "turboquant_3bit_nc": "vLLM, TurboQuant 3bit_nc",
 }
-"""Titles of the attentions of ``vllm_attention``. The row of an attention that the installed vLLM
-lacks is an error."""
+"""Titles of the attentions of ``vllm_attention``, in the order of their parts. The row of an
+attention that the installed vLLM lacks is an error."""
 OURS = ("standard, graph", "compact, graph", ATTENTIONS["standard"])
 """Our variants, each of which is compared with the best of the other methods."""
 NOTES = [
@@ -66,36 +67,14 @@ NOTES = [
 ]
 
 
-def measured(name: str, arguments: Sequence[str], seconds: float = PART_SECONDS) -> list[Row]:
-    """Run another benchmark in its own process; return its rows, the last with its error, if any.
-
-    Args:
-        name: name of the benchmark, which writes its record after each row.
-        arguments: its command line.
-        seconds: maximum time, in seconds.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        line = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--out", folder]
-        try:
-            code = subprocess.run(line, check=False, timeout=seconds).returncode
-            error = None
-        except subprocess.TimeoutExpired:
-            code, error = 1, f"more than {seconds:.0f} s"
-        files = list(Path(folder).glob(f"{name}-*.json"))
-        found = Record.load(files[0]).rows if files else []
-    if error or not files:
-        found.append({"model": "", "way": name, "error": error or f"exit code {code}"})
-    return found
-
-
-def of_loops(rows: Iterable[Row], *, full: bool) -> Iterator[Row]:
-    """Convert rows of ``decode_step`` or, at full memory, the largest batches of ``throughput``."""
+def of_loops(rows: Iterable[Row]) -> Iterator[Row]:
+    """Convert rows of ``decode_step``, and the largest batches of ``throughput``."""
     for row in rows:
         common = {"model": row["model"], "method": row["way"]}
         if "error" in row:
             if not row.get("out_of_memory"):
                 yield common | {"error": row["error"]}
-        elif full:
+        elif "row_bytes" in row:  # From ``throughput``.
             yield common | {
                 "full": row["context"],
                 "sequences": row["batch"],
@@ -143,6 +122,13 @@ class Part(NamedTuple):
     rows: Callable[[list[Row], str | None], Iterator[Row]]
 
 
+def of_our_loops(spec: dict[str, Any], rows: list[Row], error: str | None) -> Iterator[Row]:
+    """Convert rows of ``child``."""
+    yield from of_loops(rows)
+    if error is not None:
+        yield {"model": spec["model"], "method": _LOOPS, "error": error}
+
+
 def of_clients(spec: dict[str, Any], rows: list[Row], error: str | None) -> Iterator[Row]:
     """Convert rows of ``client_loop``."""
     for row in client_loop.with_error(spec, rows, error):
@@ -154,23 +140,69 @@ def of_attention(spec: dict[str, Any], rows: list[Row], error: str | None) -> It
     return of_vllm(vllm_attention.with_error(spec, rows, error))
 
 
+def child(spec: dict[str, Any]) -> None:
+    """Measure steps and largest batches of our caches and those of transformers, by one decoder."""
+    wait_to_begin(spec)
+    decoder = Decoder(spec["model"], torch.device(spec["device"]), tiny=spec["tiny"])
+
+    def rows() -> Iterator[Row]:
+        # Floors, which need the bandwidth, are not compared.
+        yield from decode_step.rows_of(decoder, 1.0, spec["contexts"], (1,), spec["ways"])
+        most = [way for way in spec["ways"] if way in FULL_WAYS]
+        yield from throughput.rows_of(decoder, 1.0, spec["full"], most)
+
+    write_rows(spec["rows"], map(printed, rows()))
+
+
+def printed(row: Row) -> Row:
+    """Print a row and return it."""
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def our_part(place: Row, model: str, ways: Sequence[str], **more: Sequence[Any]) -> Part:
+    """Return a part of our caches and those of transformers.
+
+    If the weights are quantized, transformers' caches are left out, as its steps would run our
+    layers.
+
+    Args:
+        place: device, and whether the model is tiny.
+        model: name of the model.
+        ways: caches to measure.
+        more: "contexts" of a single sequence, and those at "full" memory.
+    """
+    ours = [way for way in ways if not (way == "dynamic" and RANDOM_MODELS[model].weights)]
+    spec = {"model": model, "ways": ours, **more, **place}
+    return Part("peers", spec, partial(of_our_loops, spec))
+
+
 def parts_of(options: argparse.Namespace, models: Sequence[str]) -> Iterator[Part]:
-    """Yield the parts that run in a ``Child``: many clients, and vLLM's attentions."""
+    """Yield the parts of a run, model by model, and last the compiled cache of transformers."""
     has_vllm = not options.tiny and find_spec("vllm") is not None
     load = SMALL_CLIENTS if options.tiny else CLIENTS
     place = {"device": "cuda" if torch.cuda.is_available() else "cpu", "tiny": options.tiny}
+    tokens = {
+        name: [int(x) for x in getattr(options, name).split(",")] for name in ("contexts", "full")
+    }
     for model in models:
+        yield our_part(place, model, WAYS, **tokens)
         loops = [asdict(client_loop.Loop(model, seconds=options.seconds, **load))]
-        for engine in (client_loop.OURS, client_loop.VLLM)[: 1 + has_vllm]:
-            spec = {"engine": engine, "loops": loops, **place}
-            yield Part("client_loop", spec, partial(of_clients, spec))
-        lengths = {
-            name: [int(x) for x in getattr(options, name).split(",")]
-            for name in ("contexts", "full")
-        }
-        for attention in ATTENTIONS if has_vllm else ():
-            spec = {"model": model, "attention": attention, "prompts": False, **lengths}
-            yield Part("vllm_attention", spec, partial(of_attention, spec))
+        clients = [
+            {"engine": engine, "loops": loops, **place}
+            for engine in (client_loop.OURS, client_loop.VLLM)[: 1 + has_vllm]
+        ]
+        attentions = [
+            {"model": model, "attention": name, "prompts": False, **tokens}
+            for name in ATTENTIONS
+            if has_vllm
+        ]
+        parts = [Part("client_loop", spec, partial(of_clients, spec)) for spec in clients]
+        more = [Part("vllm_attention", spec, partial(of_attention, spec)) for spec in attentions]
+        yield from (*more[:1], *parts, *more[1:])
+    model, context = COMPILED_CELL
+    if model in models and context in tokens["contexts"] and not options.tiny:
+        yield our_part(place, model, [COMPILED], contexts=[context], full=[])
 
 
 class Clock:
@@ -178,10 +210,12 @@ class Clock:
 
     Args:
         seconds: maximum time of the run, in seconds; None for no limit.
+        part: maximum time of a part, in seconds.
     """
 
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else self._now() + seconds
+    def __init__(self, seconds: float | None, part: float) -> None:
+        self._end = float("inf") if seconds is None else self._now() + seconds
+        self._part = part
 
     def _now(self) -> float:
         return perf_counter()
@@ -189,7 +223,7 @@ class Clock:
     @property
     def left(self) -> float:
         """Maximum time of a part that begins now, in seconds."""
-        return PART_SECONDS if self._end is None else min(PART_SECONDS, self._end - self._now())
+        return min(self._part, self._end - self._now())
 
 
 class Parts:
@@ -214,7 +248,10 @@ class Parts:
         while self._following is not None:
             (part, child), self._following = self._following, self._started()
             if clock.left > 0:
+                start = perf_counter()
                 yield from part.rows(*child.finish(clock.left))
+                what = part.spec.get("engine") or part.spec.get("attention") or _LOOPS
+                print(f"{what}: {perf_counter() - start:.1f} s", flush=True)
             else:
                 child.stop()
                 yield from part.rows([], "the run's --limit left no time")
@@ -225,25 +262,16 @@ class Parts:
             self._following[1].stop()
 
 
-def all_rows(options: argparse.Namespace, models: str) -> Iterator[Row]:
-    """Yield the rows of our caches and of all installed peers.
+def all_rows(options: argparse.Namespace, models: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of our caches and of all installed peers, part by part.
 
     Args:
         options: parsed command line.
-        models: names of the models, comma-separated.
+        models: names of the models.
     """
-    small, contexts, clock = ["--tiny"] * options.tiny, options.contexts, Clock(options.limit)
-    steps = ["--models", models, "--contexts", contexts, "--ways", ",".join(WAYS), *small]
-    yield from of_loops(measured("decode_step", steps, clock.left), full=False)
-    with closing(Parts(parts_of(options, models.split(",")))) as parts:
-        batches = ["--models", models, "--contexts", options.full, "--ways", ",".join(FULL_WAYS)]
-        yield from of_loops(measured("throughput", [*batches, *small], clock.left), full=True)
+    clock = Clock(options.limit, options.part_limit)
+    with closing(Parts(parts_of(options, models))) as parts:
         yield from parts.rows(clock)
-    model, context = COMPILED_CELL
-    compiles = model in models.split(",") and str(context) in contexts.split(",")
-    if compiles and not options.tiny and clock.left > 0:
-        cell = ["--models", model, "--contexts", str(context), "--ways", COMPILED]
-        yield from of_loops(measured("decode_step", cell, clock.left), full=False)
 
 
 def best(rows: Iterable[Row]) -> Iterator[tuple[str, str, float]]:
@@ -299,6 +327,9 @@ def report(rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 1 if anything failed."""
+    if list(arguments[:1]) == [CHILD]:
+        child(json.loads(arguments[1]))
+        return 0
     options_parser = parser("benchmarks.peers", __doc__)
     add = options_parser.add_argument
     add("--models", default=MODELS, help=f"models, comma-separated: {', '.join(RANDOM_MODELS)}")
@@ -309,14 +340,16 @@ def main(arguments: Sequence[str]) -> int:
     add("--full", default=FULL, help="contexts at full memory, comma-separated")
     add("--seconds", type=float, default=20.0, help="seconds of the clients' load")
     add("--limit", type=float, help="time of the whole run, in seconds; what is left is cut off")
+    add("--part-limit", type=float, default=PART_SECONDS, help="time of each part, in seconds")
     add("--tiny", action="store_true", help="trial run with tiny models, without vLLM")
     options = options_parser.parse_args(arguments)
     models = named(options.models, options.weights)
     if unknown := set(models.split(",")) - RANDOM_MODELS.keys():
         known = ", ".join(RANDOM_MODELS)
         options_parser.error(f"--models, --weights: there is no {min(unknown)}; there are {known}")
-    if options.limit is not None and not options.limit > 0:
-        options_parser.error(f"--limit {options.limit:g}: must be more than 0 seconds")
+    for name, seconds in (("limit", options.limit), ("part-limit", options.part_limit)):
+        if seconds is not None and not seconds > 0:
+            options_parser.error(f"--{name} {seconds:g}: must be more than 0 seconds")
     for name in ("contexts", "full"):
         text = getattr(options, name)
         if not all(part.isdecimal() and int(part) for part in text.split(",")):
@@ -328,7 +361,7 @@ def main(arguments: Sequence[str]) -> int:
     record, start = Record("peers", line, device, rows, NOTES, extra=extra), perf_counter()
     if has_vllm:
         record.versions = vllm_versions()
-    for row in all_rows(options, models):
+    for row in all_rows(options, models.split(",")):
         rows.append(row)
         extra["seconds"] = round(perf_counter() - start, 1)
         record.write(options.out)  # Keep the results even if the run is interrupted.

@@ -24,7 +24,13 @@ from typing import Any, get_args
 
 from benchmarks.random_model import FAMILIES, RANDOM_MODELS, Released
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
-from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, wait_to_begin, write_rows
+from benchmarks.vllm_process import (
+    CHILD,
+    rows_of_child,
+    vllm_versions,
+    waiting_worker,
+    write_rows,
+)
 from oscar_mm.policy import KVPolicy
 from oscar_mm.vllm_plugin import additional_config
 
@@ -331,7 +337,6 @@ def child(spec: dict[str, Any]) -> None:
         return
     from vllm import LLM
 
-    wait_to_begin(spec)
     folder = model_folder(spec["model"], Path(spec["folder"]))
     filled = not spec["prompts"]
     longest = max([*spec["contexts"], *spec["full"], _LONG])
@@ -340,7 +345,8 @@ def child(spec: dict[str, Any]) -> None:
     if spec["attention"].startswith("turboquant_"):
         flash_attention_of_turboquant()
     how = {"filled": filled, "weights": weights, "hybrid": hybrid, "sizes": sizes}
-    llm = LLM(**engine_options(spec["attention"], folder, longest, **how))
+    options = engine_options(spec["attention"], folder, longest, **how)
+    llm = LLM(**options, **waiting_worker(spec))
     engine: Any = llm.llm_engine
     rows = decode_rows(engine, spec["contexts"], spec["full"]) if filled else prompt_rows(llm)
     common = {"model": spec["model"], "attention": spec["attention"]}

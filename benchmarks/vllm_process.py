@@ -8,18 +8,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
+
+import psutil
 
 from benchmarks.record import Row, versions
 
 CHILD = "--child"
 """First argument of a benchmark that runs as such a process; the second argument is JSON text."""
 _POLL_SECONDS = 0.05
+_END_SECONDS = 20.0
+"""Maximum time, in seconds, that killed processes have to free the GPU's memory."""
+_WAITS = "BENCHMARKS_WAIT"
+"""Environment variable with the argument of ``wait_to_begin`` for vLLM's worker."""
 _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -56,7 +62,18 @@ def _ended(process: subprocess.Popen[bytes], seconds: float) -> str | None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        until = monotonic() + _END_SECONDS
+        while any(_running(process.pid)) and monotonic() < until:
+            sleep(_POLL_SECONDS)
     return f"exit code {code}" if code else None
+
+
+def _running(group: int) -> Iterator[bool]:
+    """Yield True for each process of a group that still runs, and may hold memory of the GPU."""
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            if os.getpgid(process.pid) == group:
+                yield process.status() != psutil.STATUS_ZOMBIE
 
 
 class Child:
@@ -65,7 +82,8 @@ class Child:
     So a process can import while another one uses the GPU.
 
     Args:
-        module: name of the module, which calls ``wait_to_begin`` before it uses the GPU.
+        module: name of the module, which calls ``wait_to_begin``, or gives ``waiting_worker`` to
+            vLLM, before it uses the GPU.
         spec: argument of the child process; "rows", the file for ``write_rows``, "folder", a path
             for the files of a model, "begin", the file that lets it begin, and "parent", the id of
             this process, are added to it.
@@ -100,9 +118,23 @@ def wait_to_begin(spec: dict[str, Any]) -> None:
     """Wait, in the child process, until it may begin; exit if its parent has ended."""
     begin = Path(spec["begin"])
     while not begin.exists():
-        if os.getppid() != spec["parent"]:
+        if not psutil.pid_exists(spec["parent"]):
             sys.exit("the benchmark that started this process has ended")
         sleep(_POLL_SECONDS)
+
+
+def waiting_worker(spec: dict[str, Any]) -> dict[str, str]:
+    """Return arguments of ``vllm.LLM`` whose engine imports, then waits until it may begin.
+
+    ``vllm.LLM`` therefore returns only after the child process may begin.
+    """
+    os.environ[_WAITS] = json.dumps({name: spec[name] for name in ("begin", "parent")})
+    return {"worker_cls": "benchmarks.waiting_worker.WaitingWorker"}
+
+
+def wait_in_worker() -> None:
+    """Wait, in vLLM's worker, until the child process that started vLLM may begin."""
+    wait_to_begin(json.loads(os.environ[_WAITS]))
 
 
 def rows_of_child(

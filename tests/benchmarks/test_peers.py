@@ -18,21 +18,20 @@ LOAD = {"prompt": 2000, "pictures": 0, "clients": 64, "rate": 0.0, "new_tokens":
 SPEEDS = {"oscar_mm": 3600.0, "vLLM": 3000.0}
 
 
-def rows_of(name: str, arguments: list[str], seconds: float) -> list[Row]:
-    """Rows of a benchmark; one of each has failed."""
-    row: Row = {"model": MODEL, "context": 2048}
-    if name == "decode_step":
-        if peers.COMPILED in arguments:
-            return [row | {"way": "StaticCache, compiled", "error": "RuntimeError: no"}]
-        return [row | {"way": way, "ms": ms} for way, ms in STEPS.items()]
-    if name == "throughput":
-        found = [
-            row | {"way": way, "batch": count, "tokens_per_s": speed}
-            for way, (count, speed) in BATCHES.items()
-        ]
-        # What ran out of memory was tried again with fewer.
-        return [row | {"way": "DynamicCache", "error": "full", "out_of_memory": True}, *found]
-    raise AssertionError(name)
+def loops(spec: dict[str, Any]) -> tuple[list[Row], str | None]:
+    """Rows of our caches and those of transformers; the compiled cache has failed."""
+    row: Row = {"model": spec["model"], "context": 2048}
+    if spec["ways"] == [peers.COMPILED]:
+        return [row | {"way": "StaticCache, compiled", "error": "RuntimeError: no"}], None
+    steps = [row | {"way": way, "ms": ms} for way, ms in STEPS.items()]
+    row |= {"row_bytes": 10}
+    batches = [
+        row | {"way": way, "batch": count, "tokens_per_s": speed}
+        for way, (count, speed) in BATCHES.items()
+    ]
+    # What ran out of memory was tried again with fewer.
+    full = row | {"way": "DynamicCache", "error": "full", "out_of_memory": True}
+    return [*steps, full, *batches], None
 
 
 class Child:
@@ -41,19 +40,22 @@ class Child:
     events: list[tuple[str, str]]
 
     def __init__(self, module: str, spec: dict[str, Any]) -> None:
-        assert module == f"benchmarks.{'client_loop' if 'engine' in spec else 'vllm_attention'}"
+        kinds = {"engine": "client_loop", "attention": "vllm_attention", "ways": "peers"}
+        assert [module] == [f"benchmarks.{kinds[x]}" for x in kinds if x in spec]
         self.spec = spec
         self._note("starts")
 
     def _note(self, what: str) -> None:
-        self.events.append((what, self.spec.get("engine") or self.spec["attention"]))
+        self.events.append((what, name_of(self.spec)))
 
     def finish(self, seconds: float) -> tuple[list[Row], str | None]:
         self._note("runs")
+        if "ways" in self.spec:
+            return loops(self.spec)
         if "engine" in self.spec:
             engine, [loop] = self.spec["engine"], self.spec["loops"]
             assert loop.items() >= LOAD.items()
-            row = {"model": MODEL, "engine": engine, **LOAD}
+            row = {"model": loop["model"], "engine": engine, **LOAD}
             return [row | {"tokens/s": SPEEDS[engine]}], None
         attention = self.spec["attention"]
         row = {"model": self.spec["model"], "attention": attention}
@@ -69,12 +71,20 @@ class Child:
         self._note("is stopped")
 
 
+def name_of(spec: dict[str, Any]) -> str:
+    return spec.get("engine") or spec.get("attention") or "+".join(spec["ways"])
+
+
+WAYS, COMPILED = "+".join(peers.WAYS), peers.COMPILED
+FIRST, *OTHERS = peers.ATTENTIONS
+ORDER = [WAYS, FIRST, *SPEEDS, *OTHERS]
+
+
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What happened to the processes of parts, in order."""
     monkeypatch.setattr(peers, "Child", Child)
     monkeypatch.setattr(Child, "events", [], raising=False)
-    monkeypatch.setattr(peers, "measured", rows_of)
     monkeypatch.setattr(peers, "vllm_versions", lambda: {"vllm": "0.25.0"})
     monkeypatch.setattr(peers, "find_spec", lambda name: True)
     return Child.events
@@ -105,24 +115,28 @@ def test_one_table(
 def test_a_run_that_is_cut_off_leaves_what_it_has_found(
     events, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(name: str, arguments: list[str], seconds: float) -> list[Row]:
-        if name == "throughput":
-            raise KeyboardInterrupt
-        return rows_of(name, arguments, seconds)
+    finish = Child.finish
 
-    monkeypatch.setattr(peers, "measured", cut)
+    def cut(child: Child, seconds: float) -> tuple[list[Row], str | None]:
+        if "attention" in child.spec:
+            raise KeyboardInterrupt
+        return finish(child, seconds)
+
+    monkeypatch.setattr(Child, "finish", cut)
     with pytest.raises(KeyboardInterrupt):
         peers.main(["--models", MODEL, "--contexts", "2048", "--out", str(tmp_path)])
     [path] = tmp_path.glob("peers-*.json")
     record = Record.load(path)
-    assert [row["method"] for row in record.rows] == [*STEPS]
+    assert [row["method"] for row in record.rows] == [*STEPS, *BATCHES]
     assert not record.extra["complete"]
-    assert events == [("starts", "oscar_mm"), ("is stopped", "oscar_mm")]
+    starts = [("starts", name) for name in ORDER[:3]]
+    assert events == [*starts[:2], ("runs", WAYS), starts[2], ("is stopped", ORDER[2])]
 
 
 def test_a_process_starts_while_the_one_before_it_measures(events, tmp_path) -> None:
-    peers.main(["--models", MODEL, "--contexts", "2048", "--out", str(tmp_path)])
-    names = [*SPEEDS, *peers.ATTENTIONS]
+    """And the most important parts come first."""
+    peers.main(["--models", MODEL, "--contexts", "2048,32768", "--out", str(tmp_path)])
+    names = [*ORDER, COMPILED]
     expected = [("starts", names[0])]
     for name, following in pairwise([*names, None]):
         expected += [("starts", following)] * (following is not None) + [("runs", name)]
@@ -137,27 +151,31 @@ def test_what_a_limit_cuts_off_is_an_error(events, tmp_path, monkeypatch) -> Non
     [path] = tmp_path.glob("peers-*.json")
     rows = Record.load(path).rows
     cut = [row["method"] for row in rows if "left no time" in row.get("error", "")]
-    assert cut == ["vLLM", *peers.ATTENTIONS.values()]
-    assert [name for what, name in events if what == "runs"] == ["oscar_mm"]
+    assert cut == ["oscar_mm", "vLLM", *(peers.ATTENTIONS[name] for name in OTHERS)]
+    assert [name for what, name in events if what == "runs"] == [WAYS, FIRST]
     assert len([name for what, name in events if what == "is stopped"]) == len(cut)
 
 
+def test_a_part_has_the_time_that_the_run_and_its_own_limit_leave(monkeypatch) -> None:
+    now = iter([0.0, 10.0, 95.0, 120.0, 5.0])
+    monkeypatch.setattr(peers.Clock, "_now", lambda _: next(now))
+    clock = peers.Clock(100.0, part=40.0)
+    assert [clock.left for _ in range(3)] == [40.0, 5.0, -20.0]
+    assert peers.Clock(None, part=40.0).left == 40.0
+
+
 def test_formats_of_weights(events, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each benchmark runs with the models in all formats; those that are not there are named."""
-    asked = list[tuple[str, str]]()
-
-    def noted(name: str, arguments: list[str], seconds: float) -> list[Row]:
-        asked.append((name, arguments[arguments.index("--models") + 1]))
-        return []
-
-    monkeypatch.setattr(peers, "measured", noted)
-    found = list[str]()
-    monkeypatch.setattr(Child, "_note", lambda self, what: found.append(model_of(self.spec)))
+    """Each part runs with the model in all formats; those that are not there are named."""
+    found = list[tuple[str, str]]()
+    monkeypatch.setattr(
+        Child, "_note", lambda self, what: found.append((model_of(self.spec), name_of(self.spec)))
+    )
     line = ["--models", MODEL, "--contexts", "2048", "--out", str(tmp_path)]
     assert peers.main([*line, "--weights", "bf16,fp8"]) == 1, "vLLM's fp8 cache has failed"
-    both = f"{MODEL},{MODEL}-fp8"
-    assert asked == [(name, both) for name in ("decode_step", "throughput")]
-    assert Counter(found) == dict.fromkeys(both.split(","), 2 * (2 + len(peers.ATTENTIONS)))
+    ours = "+".join(way for way in peers.WAYS if way != "dynamic")
+    expected = [(MODEL, name) for name in ORDER]
+    expected += [(f"{MODEL}-fp8", name) for name in (ours, *ORDER[1:])]
+    assert Counter(found) == dict.fromkeys(expected, 2)
     with pytest.raises(SystemExit):
         peers.main([*line, "--weights", "int3"])
 
@@ -167,6 +185,7 @@ def test_formats_of_weights(events, tmp_path, monkeypatch: pytest.MonkeyPatch) -
     [
         (["--limit", "0"], "--limit 0: must be more than 0 seconds"),
         (["--limit", "nan"], "--limit nan: must be"),
+        (["--part-limit", "-1"], "--part-limit -1: must be more than 0 seconds"),
         (["--contexts", "2048,"], "--contexts 2048,: must be numbers of tokens, comma-separated"),
         (["--full", "32k"], "--full 32k: must be numbers"),
     ],
@@ -183,7 +202,22 @@ def model_of(spec: dict[str, Any]) -> str:
     return spec["loops"][0]["model"] if "engine" in spec else spec["model"]
 
 
-@pytest.mark.parametrize(("seconds", "error"), [(60.0, "exit code 1"), (0.0, "more than 0 s")])
-def test_a_benchmark_that_writes_nothing_is_an_error(seconds: float, error: str) -> None:
-    [row] = peers.measured("no_such_benchmark", [], seconds)
-    assert row["error"] == error
+def test_steps_and_batches_come_from_one_process() -> None:
+    """Rows of the tiny model; transformers' cache at full memory is not one of ours."""
+    place = {"device": "cpu", "tiny": True}
+    part = peers.our_part(place, MODEL, peers.WAYS, contexts=[300], full=[400])
+    rows = list(part.rows(*peers.Child(f"benchmarks.{part.name}", part.spec).finish(300)))
+    assert not [row["error"] for row in rows if "error" in row]
+    titles = [peers.VARIANTS[way].title for way in peers.WAYS]
+    assert sorted(row["method"] for row in rows if row.get("context") == 300) == sorted(titles)
+    full = {row["method"]: row["sequences"] for row in rows if row.get("full") == 400}
+    assert full.keys() == {peers.VARIANTS[way].title for way in peers.FULL_WAYS}
+    assert full["DynamicCache"] < full["standard, graph"] < full["compact, graph"]
+
+
+def test_loops_that_end_early_are_an_error() -> None:
+    part = peers.our_part({"device": "cpu", "tiny": True}, MODEL, peers.WAYS)
+    row = {"model": MODEL, "way": "DynamicCache", "context": 300, "ms": 5.0}
+    found = list(part.rows([row], "more than 9 s"))
+    assert found[0] == {"model": MODEL, "method": "DynamicCache", "context": 300, "ms": 5.0}
+    assert found[1]["model"] == MODEL and found[1]["error"] == "more than 9 s"

@@ -129,20 +129,22 @@ def test_a_format_that_vllm_lacks_is_refused_by_name(
     def begun(spec: dict[str, Any]) -> None:
         raise StopIteration(spec["attention"])
 
-    monkeypatch.setattr(vllm_attention, "wait_to_begin", begun)
+    monkeypatch.setattr(vllm_attention, "waiting_worker", begun)
+    monkeypatch.setattr(vllm_attention, "flash_attention_of_turboquant", lambda: None)
     started, errors = list[str](), dict[str, list[Row]]()
     for attention in peers.ATTENTIONS:
         rows = tmp_path / attention
         spec = {"model": "qwen3-vl-8b", "prompts": False, "attention": attention}
+        spec |= {"contexts": [2048], "full": [], "folder": str(tmp_path / "model")}
         try:
             vllm_attention.child(spec | {"rows": str(rows)})
         except StopIteration as begins:
             started.append(begins.value)
         else:
             errors[attention] = [json.loads(row) for row in rows.read_text().splitlines()]
-    assert started == ["auto", "fp8", "turboquant_3bit_nc", "standard"]
+    assert started == ["auto", "fp8", "standard", "turboquant_3bit_nc"]
     lacking = {name: rows[0]["error"] for name, rows in errors.items() if rows}
-    assert list(lacking) == ["turboquant_k3v4_nc", "int4_per_token_head"]
+    assert list(lacking) == ["int4_per_token_head", "turboquant_k3v4_nc"]
     assert lacking["int4_per_token_head"] == (
         "vLLM 0.25.0 has no KV cache dtype int4_per_token_head; it has auto, fp8, "
         "turboquant_3bit_nc"

@@ -2,13 +2,19 @@
 
 import os
 import signal
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from threading import Timer
 from time import monotonic, sleep
+from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
 
-from benchmarks.vllm_process import Child, wait_to_begin
+from benchmarks.vllm_process import Child, wait_to_begin, waiting_worker
 
 MODULE = """
 import json, os, sys, time
@@ -51,5 +57,58 @@ def test_it_waits_as_long_as_its_parent_runs(tmp_path: Path) -> None:
     timer.start()
     wait_to_begin({"begin": str(begin), "parent": os.getppid()})
     assert monotonic() - start >= 0.2
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
     with pytest.raises(SystemExit, match="has ended"):
-        wait_to_begin({"begin": f"{begin}-never", "parent": os.getppid() + 1})
+        wait_to_begin({"begin": f"{begin}-never", "parent": ended.pid})
+
+
+def test_a_worker_of_vllm_waits_before_it_uses_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of vLLM's own, which knows only the environment."""
+
+    class Worker:
+        def init_device(self) -> None:
+            used.append(begin.exists())
+
+    used, begin = list[bool](), tmp_path / "begin"
+    runner = ModuleType("gpu_model_runner")
+    package = SimpleNamespace(gpu_model_runner=runner)
+    monkeypatch.setenv("BENCHMARKS_WAIT", "")
+    for name, module in {
+        "vllm": SimpleNamespace(),
+        "vllm.v1": SimpleNamespace(),
+        "vllm.v1.worker": package,
+        "vllm.v1.worker.gpu_model_runner": runner,
+        "vllm.v1.worker.gpu_worker": SimpleNamespace(Worker=Worker),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    options = waiting_worker({"begin": str(begin), "parent": os.getppid(), "rows": "?"})
+    module, _, name = options["worker_cls"].rpartition(".")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    worker = getattr(import_module(module), name)()
+    timer = Timer(0.2, begin.touch)
+    timer.start()
+    worker.init_device()
+    assert used == [True]
+
+
+GRANDCHILD = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+"""
+
+
+def test_processes_that_a_child_leaves_behind_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would keep the memory of the GPU from the next one."""
+    (tmp_path / "one_that_leaves.py").write_text(GRANDCHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = Child("one_that_leaves", {})
+    assert child.finish(60) == ([], None)
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            same = os.getpgid(process.pid) == child._process.pid
+            assert not same or process.status() == psutil.STATUS_ZOMBIE
