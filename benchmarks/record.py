@@ -21,6 +21,7 @@ from rich.table import Table
 from oscar_mm.apps.machine import device_name as device_name
 from oscar_mm.apps.machine import versions
 from oscar_mm.errors import InputError
+from oscar_mm.files import whole_file
 
 Row = dict[str, Any]
 RESULTS = Path("benchmarks") / "results"
@@ -63,11 +64,13 @@ class Record:
     def write(self, folder: Path) -> Path:
         """Write the record's file, and return its path.
 
-        The file replaces the one of an earlier run on the same kind of machine.
+        The file replaces the one of an earlier run on the same kind of machine, which stays
+        complete if this one is interrupted.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = self.path(folder)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        with whole_file(path) as part:
+            part.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
 
     @classmethod

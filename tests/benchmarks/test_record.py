@@ -18,6 +18,23 @@ def test_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert {"oscar_mm", "python", "torch", "transformers"} <= set(record.versions)
 
 
+def test_an_interrupted_write_keeps_the_earlier_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Record("memory", "python -m x", "CPU", [{"a": 1}], [])
+    path = record.write(tmp_path)
+    write = Path.write_text
+
+    def cut(file: Path, text: str) -> None:
+        write(file, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(KeyboardInterrupt):
+        Record("memory", "python -m x", "CPU", [{"a": 2}], []).write(tmp_path)
+    assert Record.load(path) == record and [*tmp_path.iterdir()] == [path]
+
+
 def test_invalid_input_is_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     """Other runs return their exit code, and get the command without this machine's folders."""
 
