@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,6 +171,26 @@ def held_bits(method: Method, layers: Sequence[LayerStates], tokens: int) -> flo
     return 16.0 if report is None else report.bits_per_value
 
 
+def continued(place: Row, earlier: Sequence[Row]) -> dict[str, Row]:
+    """Return the rows of an earlier run that this one continues, by method.
+
+    Args:
+        place: fields that name the rows of this run, and its options.
+        earlier: rows of all earlier runs.
+
+    Raises:
+        InputError: if the same problems were answered with other options.
+    """
+    same = [row for row in earlier if all(row[x] == place[x] for x in ("task", "model", "of"))]
+    for row, name in product(same, ("dtype", "max_new_tokens")):
+        if row.get(name) != place[name]:
+            raise InputError(
+                f"--{name.replace('_', '-')} {place[name]}: the file's rows of these problems have "
+                f"{row.get(name, 'none')}, and --add would mix them; pass theirs, or omit --add"
+            )
+    return {row["method"]: row for row in same}
+
+
 def measure(
     options: argparse.Namespace, methods: Sequence[Method], earlier: Sequence[Row]
 ) -> Iterator[list[Row]]:
@@ -186,10 +207,10 @@ def measure(
         problems: Sequence[Problem] = problems_of(options.packages, options.problems)
     else:
         problems = word_problems(options.problems)
-    loaded = load_released(options.model, options.packages, "cpu", options.dtype)
     place = {"task": options.task, "model": MODELS[options.model].title, "dtype": options.dtype}
-    place |= {"of": len(problems)}
-    known = {row["method"]: row for row in earlier if place.items() <= row.items()}
+    place |= {"of": len(problems), "max_new_tokens": options.max_new_tokens}
+    known = continued(place, earlier)
+    loaded = load_released(options.model, options.packages, "cpu", options.dtype)
     tallies = [Tally(place | {"method": x.name}, known.get(x.name)) for x in methods]
     done = {len(tally.marks) for tally in tallies}
     if len(done) > 1:

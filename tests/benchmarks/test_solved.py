@@ -120,7 +120,13 @@ def test_a_run_is_continued(tmp_path: Path, monkeypatch, capsys) -> None:
     assert Record.load(path).rows == whole
     assert solved.main([*line, "--methods", "channel"]) == 2
     assert "omit --add" in capsys.readouterr().err
+    before = path.read_bytes()
     for wrong, expected in (
+        (["--max-new-tokens", "7"], "--max-new-tokens 7: the file's rows of these problems have 6"),
+        (
+            ["--dtype", "float32"],
+            "--dtype float32: the file's rows of these problems have bfloat16",
+        ),
         (["--problems", "0"], "--problems, --max-new-tokens and --rows must be"),
         (["--minutes", "0"], "--minutes 0: must be more than 0"),
         (["--minutes", "nan"], "--minutes nan: must be"),
@@ -128,3 +134,4 @@ def test_a_run_is_continued(tmp_path: Path, monkeypatch, capsys) -> None:
     ):
         assert solved.main([*line, *wrong]) == 2
         assert expected in capsys.readouterr().err
+    assert path.read_bytes() == before
