@@ -5,9 +5,10 @@ per request (``oscar_mm.ops.rings``). The device finds the rings by the blocks o
 so this does not depend on vLLM's model runners, which number requests in different ways and move
 rows.
 
-Supports vLLM 0.25 to 0.33. Versions differ in how they get the block size: newer ones ask the
-backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``),
-after vLLM has set another block size for hybrid models (``oscar_mm.vllm_plugin.hybrid``).
+Requires vLLM 0.25 or newer; tested with 0.25 and 0.33. Versions differ in how they get the block
+size: newer ones ask the backend (``customize_spec``), older ones the layer
+(``OscarImpl.process_weights_after_loading``), after vLLM has set another block size for hybrid
+models (``oscar_mm.vllm_plugin.hybrid``).
 """
 
 # pyright: reportMissingImports=false
