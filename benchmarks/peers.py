@@ -6,7 +6,8 @@ python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--weights bf
 The parts of other benchmarks run one after another in their own processes: steps of ``decode_step``
 and largest batches of ``throughput`` for our caches and those of transformers, ``client_loop`` for
 many clients with short prompts, and ``vllm_attention`` if vLLM is installed. What matters most
-comes first, and each process imports while the one before it measures.
+comes first, and each process imports while the one before it measures, unless that waits for the
+host in its steps.
 """
 
 from __future__ import annotations
@@ -115,11 +116,13 @@ class Part(NamedTuple):
         name: name of the benchmark.
         spec: argument of the process, see ``Child``.
         rows: function that converts its rows and its error, if any.
+        alone: whether no other process may import meanwhile, because the host limits its speed.
     """
 
     name: str
     spec: dict[str, Any]
     rows: Callable[[list[Row], str | None], Iterator[Row]]
+    alone: bool = False
 
 
 def of_our_loops(spec: dict[str, Any], rows: list[Row], error: str | None) -> Iterator[Row]:
@@ -174,7 +177,7 @@ def our_part(place: Row, model: str, ways: Sequence[str], **more: Sequence[Any])
     """
     ours = [way for way in ways if not (way == "dynamic" and RANDOM_MODELS[model].weights)]
     spec = {"model": model, "ways": ours, **more, **place}
-    return Part("peers", spec, partial(of_our_loops, spec))
+    return Part("peers", spec, partial(of_our_loops, spec), alone="dynamic" in ours)
 
 
 def parts_of(options: argparse.Namespace, models: Sequence[str]) -> Iterator[Part]:
@@ -230,7 +233,8 @@ class Parts:
     """Parts that run one after the other; while one runs, the next one imports.
 
     Args:
-        parts: the parts; the first one begins to import at once.
+        parts: the parts; the first one begins to import at once, and the one after a part that
+            runs ``alone`` only when that has ended.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
@@ -246,7 +250,8 @@ class Parts:
     def rows(self, clock: Clock) -> Iterator[Row]:
         """Run the parts and yield their rows."""
         while self._following is not None:
-            (part, child), self._following = self._following, self._started()
+            part, child = self._following
+            self._following = None if part.alone else self._started()
             if clock.left > 0:
                 start = perf_counter()
                 yield from part.rows(*child.finish(clock.left))
@@ -255,6 +260,8 @@ class Parts:
             else:
                 child.stop()
                 yield from part.rows([], "the run's --limit left no time")
+            if part.alone:
+                self._following = self._started()
 
     def close(self) -> None:
         """End the part that has not begun, if any."""
