@@ -1,13 +1,18 @@
 """The table of peers: rows of four benchmarks, as they write them."""
 
+import json
+import os
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import peers
+from benchmarks.cache_variants import Decoder
 from benchmarks.record import Record, Row
+from benchmarks.vllm_process import CHILD
 
 MODEL = "qwen3-vl-8b"
 STEPS = {"DynamicCache": 50.0, "bf16, graph": 5.0, "standard, graph": 4.0}
@@ -202,17 +207,26 @@ def model_of(spec: dict[str, Any]) -> str:
     return spec["loops"][0]["model"] if "engine" in spec else spec["model"]
 
 
-def test_steps_and_batches_come_from_one_process() -> None:
-    """Rows of the tiny model; transformers' cache at full memory is not one of ours."""
+@pytest.mark.usefixtures("quick_collection")
+def test_steps_and_batches_of_one_decoder(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compact holds more sequences than transformers' cache; 16-bit ours is not asked."""
+    monkeypatch.setattr(peers, "Decoder", lambda *_, tiny: decoder)
     place = {"device": "cpu", "tiny": True}
-    part = peers.our_part(place, MODEL, peers.WAYS, contexts=[300], full=[400])
-    rows = list(part.rows(*peers.Child(f"benchmarks.{part.name}", part.spec).finish(300)))
-    assert not [row["error"] for row in rows if "error" in row]
-    titles = [peers.VARIANTS[way].title for way in peers.WAYS]
-    assert sorted(row["method"] for row in rows if row.get("context") == 300) == sorted(titles)
-    full = {row["method"]: row["sequences"] for row in rows if row.get("full") == 400}
-    assert full.keys() == {peers.VARIANTS[way].title for way in peers.FULL_WAYS}
-    assert full["DynamicCache"] < full["standard, graph"] < full["compact, graph"]
+    ways = ("dynamic", "bf16-graph", "compact-graph")
+    part = peers.our_part(place, MODEL, ways, contexts=[300], full=[400])
+    rows, begin = tmp_path / "rows", tmp_path / "begin"
+    begin.touch()
+    paths = {"rows": str(rows), "begin": str(begin), "parent": os.getppid()}
+    assert peers.main([CHILD, json.dumps(part.spec | paths)]) == 0
+    found = list(part.rows([json.loads(row) for row in rows.read_text().splitlines()], None))
+    titles = [peers.VARIANTS[way].title for way in ways]
+    steps = [row["method"] for row in found if row.get("context") == 300 and row["ms"] > 0]
+    assert sorted(steps) == sorted(titles)
+    full = {row["method"]: row["sequences"] for row in found if row.get("full") == 400}
+    assert full.keys() == {titles[0], titles[2]} and 0 < full[titles[0]] < full[titles[2]]
+    assert len(found) == 5
 
 
 def test_loops_that_end_early_are_an_error() -> None:
