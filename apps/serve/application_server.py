@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Scope
 
-from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size
+from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size, waits_to_send
 from oscar_mm.apps.serve.server import Server
 
 _CONNECTION_PROCESS = "oscar_mm.apps.connection_process"
@@ -141,7 +141,7 @@ class _Exchange:
         self.number, self.scope, self._channel = number, scope, channel
         self.task: asyncio.Task[None] | None = None
         self._events = asyncio.Queue[Message]()
-        self._has_asked, self._in_flight, self._lost = False, 0, ""
+        self._has_asked, self._in_flight, self._lost = not waits_to_send(scope), 0, ""
         self._changed = asyncio.Event()
         """Set by each message, since ``acked`` and ``lost`` end a wait of ``send``."""
 

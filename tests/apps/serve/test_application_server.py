@@ -92,6 +92,22 @@ def test_a_body_that_is_too_large(two_processes) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
+def test_a_client_that_waits_for_leave_to_send(two_processes) -> None:
+    """It is told to go on if its request is read, and not if that is refused before."""
+    body = json.dumps({"messages": [user("Why?")], "max_tokens": 2}).encode()
+    for key, told in ((KEY, b"HTTP/1.1 100 "), ("wrong", b"HTTP/1.1 401 ")):
+        with connected(two_processes[1]) as connection:
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            )
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+            assert connection.recv(4096).startswith(told)
+            if key == KEY:
+                connection.sendall(body)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_client_that_leaves_ends_its_answer(two_processes, client) -> None:
     running = two_processes[0].service.metrics.running._value
     stream = ask(client, user("Why?"), stream=True, max_tokens=90_000)
