@@ -63,8 +63,7 @@ class Conversations:
             in this order:
 
             - the ``Chat`` or ``WholePrompt`` that answers
-            - "" after reading earlier turns (if necessary), and "" after reading the question
-            - the first piece of the answer
+            - "" after reading earlier turns (if necessary)
             - the running ``Request``, from which the caller can take pieces
             - all remaining pieces, as in ``AnswerStream.pieces``
             - the complete answer
@@ -94,11 +93,10 @@ class Conversations:
                 tools=request.tools,
                 **request.sampling,
             )
-            yield ""
-            for count, piece in enumerate(stream.pieces()):
-                yield piece
-                if count == 0 and (writing := chat.answering) is not None:
-                    yield writing
+            stream.begin()
+            if (writing := chat.answering) is not None:
+                yield writing
+            yield from stream.pieces()
             answer, turn = stream.result, chat.turns[-1]
             cached += answer.cached_tokens
             written = CompletedAnswer(answer, cached, turn.start + answer.prompt_tokens)

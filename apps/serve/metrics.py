@@ -100,26 +100,24 @@ class AnswerTimes:
         arrival: ``perf_counter()`` when the request arrived.
 
     Attributes:
-        count: number of text pieces so far.
+        count: number of tokens so far.
     """
 
     def __init__(self, metrics: Metrics, arrival: float) -> None:
         self._metrics, self._arrival, self._last = metrics, arrival, arrival
         self.count = 0
 
-    def note(self, pieces: int = 1) -> None:
-        """Record pieces of text that have just arrived, as if at even intervals since the last."""
-        if not pieces:
-            return
+    def note(self, tokens: int = 1) -> None:
+        """Record tokens whose text has just arrived, as if at even intervals since the last."""
         metrics, now = self._metrics, perf_counter()
         if not self.count:
             metrics.first_token_seconds.observe(now - self._arrival)
-            self.count, self._last, pieces = 1, now, pieces - 1
-        for _ in range(pieces):
-            metrics.inter_token_seconds.observe((now - self._last) / pieces)
-        # The last piece may not be a separate token, so ``end`` counts the rest.
-        metrics.completion_tokens.inc(pieces)
-        self.count, self._last = self.count + pieces, now
+            self.count, self._last, tokens = 1, now, tokens - 1
+        for _ in range(tokens):
+            metrics.inter_token_seconds.observe((now - self._last) / tokens)
+        # Tokens without text are not noted, and so ``end`` counts the rest.
+        metrics.completion_tokens.inc(tokens)
+        self.count, self._last = self.count + tokens, now
 
     def end(self, completed: CompletedAnswer) -> None:
         """Record the tokens and the total time of the complete answer."""

@@ -31,8 +31,8 @@ from oscar_mm.tool_parsers.parser import Piece, merged
 class RunningAnswer:
     """An answer that is being generated, with a buffer of pieces not yet consumed.
 
-    A thread reads the request and runs until the first piece of the answer; another thread
-    completes the answer. No thread is needed in between: new pieces are collected after steps.
+    A thread reads the request and submits it to the engine; another thread completes the answer.
+    No thread is needed in between: new pieces are collected after steps.
 
     Args:
         queue: request queue, to which the answer returns its slot.
@@ -67,8 +67,10 @@ class RunningAnswer:
         self._is_ending = False
         self._end: asyncio.Task[None] | None = None
         self._times = AnswerTimes(queue.metrics, arrival)
-        self._known = self._read = 0
-        """Numbers of tokens that the chat had before this answer, and that were read for it."""
+        self._known = 0
+        """Number of tokens that the chat had before this answer."""
+        self._written = 0
+        """Number of tokens of which ``collect`` has taken the pieces."""
         self._logprobs_taken = 0
         """Number of tokens whose log-probabilities ``take_logprobs`` has returned."""
         queue.metrics.running.inc()
@@ -146,8 +148,10 @@ class RunningAnswer:
         running_request = self._running_request
         if running_request is None or self._is_ending:
             return
-        self._add(running_request.take_pieces())
-        self.slot.cost = token_cost(self._read, running_request.output_tokens)
+        pieces, written = running_request.take_pieces(), running_request.output_tokens
+        self._add(pieces, written - self._written)
+        self._written = written
+        self.slot.cost = token_cost(self._tokens_read(running_request), written)
         # After ``take_pieces``, which ends the request if the tokenizer fails. Pieces that come
         # later go to the thread.
         if running_request.is_over:
@@ -165,7 +169,7 @@ class RunningAnswer:
         self.collect()
 
     def _write(self) -> Request | None:
-        """Run the answer in a thread until its first piece, its end, or its cancellation.
+        """Run the answer in a thread until its request is submitted, it ends, or it is cancelled.
 
         Returns:
             the request that produces the remaining pieces; None if the answer has ended.
@@ -178,23 +182,23 @@ class RunningAnswer:
             if self._is_ending:
                 break
             if isinstance(step, Request):
-                self._read = self._tokens_read(step)
                 return step
             if not isinstance(step, Chat | WholePrompt):
                 self._add([step])
         return None
 
-    def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer]) -> None:
-        """Buffer pieces that have just arrived, and record them in the metrics."""
-        texts = 0
+    def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer], tokens: int = 1) -> None:
+        """Buffer the pieces of tokens that have just arrived, and record them in the metrics."""
+        has_text = False
         for piece in filter(None, pieces):
             if isinstance(piece, CompletedAnswer):
                 read = piece.prompt_tokens - piece.cached_tokens
                 self.slot.cost = token_cost(read, piece.tokens)
             elif not isinstance(piece, Speech):
-                texts += 1
+                has_text = True
             self._pieces.append(piece)
-        self._times.note(texts)
+        if has_text:
+            self._times.note(tokens)
 
     def _tokens_read(self, running: Request) -> int:
         """Return the tokens of earlier turns and of the prompt that were not in a cache."""
@@ -238,8 +242,8 @@ class RunningAnswer:
             queue.release(self.slot)
 
     async def _end_thread(self, thread: asyncio.Future[None]) -> None:
-        """Cancel the work of a thread, and wait until the thread ends."""
-        if self._chat is not None and not thread.done():
+        """Cancel the work of a thread, or the running request; wait until the thread ends."""
+        if self._chat is not None and not (thread.done() and self._running_request is None):
             self._chat.cancel()
         # The error of the thread is no longer needed.
         await asyncio.gather(thread, return_exceptions=True)

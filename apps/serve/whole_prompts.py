@@ -68,13 +68,15 @@ class WholePrompt:
             prompt, sampling, start, tools, **self._speech()
         )
         running_request.client = self.client
-        if self._cancelled:
-            running_request.cancel()
-        yield ""
-        for count, piece in enumerate(running_request):
-            yield piece
-            if count == 0:
+        try:
+            if self._cancelled:
+                running_request.cancel()
+            else:
+                pipe.engine.submit(running_request)
                 yield running_request
+            yield from running_request
+        finally:
+            running_request.cancel()
         if running_request.cancelled and not running_request.written.says:
             raise Cancelled("the answer was cancelled before its first word")
         answer = running_request.answer()

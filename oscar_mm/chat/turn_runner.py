@@ -545,12 +545,14 @@ class TurnRunner:
             before, running_request = self.pipe.engine.call_with_memory(begin, self.client)
             if self._cancelled or self._stopped:
                 running_request.cancel()
+            yield ""  # For ``AnswerStream.begin``.
             yield from running_request
             if running_request.cancelled and not running_request.written.says:
                 raise Cancelled("the answer was cancelled before its first text")
             answer = self.pipe.engine.call(end)
         except GeneratorExit:
             # The garbage collector may run this in any thread, so the store is not accessed.
+            running_request.cancel()
             if keep_part and running_request.written.says:
                 self._spillable.conversation = after("interrupted")
                 if asked.turn is not None:

@@ -185,6 +185,13 @@ class AnswerStream:
         """Return ``with_speech`` as an asynchronous iterator."""
         return AsyncPieces(self.with_speech(), self._cancel, self._taken)
 
+    def begin(self) -> None:
+        """Start the answer without waiting for its first piece; call this before any iteration.
+
+        The stream must be a chat's: its generator yields an empty piece once the answer runs.
+        """
+        next(self._pieces)
+
     def pieces(self) -> Iterator[Piece]:
         """Yield all remaining non-empty pieces, with tool calls as ``ToolCallDelta``."""
         for piece in self.spoken_pieces():

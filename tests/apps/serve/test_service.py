@@ -22,7 +22,7 @@ from starlette.responses import StreamingResponse
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.chat.chat import Chat
-from oscar_mm.engine.output_processor import OutputProcessor
+from oscar_mm.engine.detokenizer import Detokenizer
 from tests.apps.serve.conftest import image, png, served, started, text, user
 from tests.apps.serve.test_server import ask, client_of, metrics
 from tests.pipelines.conftest import NEVER
@@ -270,14 +270,14 @@ def test_failures_are_json_too(omni, monkeypatch, capfd) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_error_of_the_tokenizer_ends_the_answer(omni, monkeypatch, stream: bool) -> None:
-    push = OutputProcessor.push
+    push = Detokenizer.push
 
-    def fail(self: OutputProcessor, token: int, at: float) -> list[Any]:
-        if len(self.token_ids) == 3:
+    def fail(self: Detokenizer, *tokens: int) -> str:
+        if len(self.token_ids) >= 3:
             raise RuntimeError("no text")
-        return push(self, token, at)
+        return push(self, *tokens)
 
-    monkeypatch.setattr(OutputProcessor, "push", fail)
+    monkeypatch.setattr(Detokenizer, "push", fail)
     with served(omni) as address, pytest.raises(openai.APIError, match="failed to answer"):
         impatient = client_of(address).with_options(timeout=20)
         list(ask(impatient, user("Why?"), stream=stream, max_tokens=500))
@@ -539,6 +539,32 @@ def test_an_image_at_an_address_is_that_image(omni, picture_address, monkeypatch
         fetched = ask(client, user(shown, text("What?")))
     assert fetched.choices[0].message.content == inline.choices[0].message.content
     assert fetched.usage.prompt_tokens == inline.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("messages", [[user("Why?")], [user("Why?"), user("And who?")]])
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}])
+def test_prompts_that_are_read_take_no_threads(omni, messages: Any, more: dict[str, Any]) -> None:
+    from oscar_mm.apps.serve.server import create_app
+    from oscar_mm.apps.serve.service import ServerLimits
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def first_layer(*_: Any) -> None:
+        begun.set()
+        go_on.wait(20)
+
+    app = create_app(omni, "tiny", ServerLimits())
+    hook = omni.model.get_decoder().layers[0].register_forward_pre_hook(first_layer)
+    try:
+        with started(app) as (_, address), asking(address, messages=messages, **more) as asked:
+            assert begun.wait(20)
+            workers = app.state.service.queue.workers
+            eventually(lambda: workers.borrowed_tokens == 0)
+            go_on.set()
+            answer = json.loads(asked.getresponse().read())
+            assert answer["usage"]["completion_tokens"] == 6
+    finally:
+        hook.remove()
 
 
 def test_streams_take_no_threads(omni) -> None:
