@@ -60,9 +60,14 @@ class Detokenizer:
         """Whether a stop string has occurred."""
         return self.stop_text is not None
 
-    def push(self, token: int) -> str:
-        """Add a token and return the text that has become final, perhaps empty."""
-        self.token_ids.append(token)
+    def push(self, *tokens: int) -> str:
+        """Add tokens and return the text that has become final, perhaps empty.
+
+        Tokens that are added together are decoded together, unless there are stop strings.
+        """
+        if self._stop and len(tokens) > 1:
+            return "".join(self.push(token) for token in tokens if not self.stopped)
+        self.token_ids += tokens
         self._take(self._new_text(whole_characters=True))
         if not self._stop or len(self.token_ids) <= self._min_tokens:
             return self._give(len(self._pending))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import cast
 
@@ -68,6 +69,23 @@ class OutputProcessor:
             return None
         return ReasoningSpan("".join(self._reasoning), opened, tokens)
 
+    def push_all(self, sampled: Sequence[tuple[int, float]]) -> list[Piece]:
+        """Add tokens and return the pieces that they complete.
+
+        Tokens of the text are decoded together if that cannot change the answer: this takes a
+        fraction of the time that ``push`` takes for each of them.
+
+        Args:
+            sampled: for each token, the arguments of ``push``.
+        """
+        pieces: list[Piece] = []
+        for place, (token, at) in enumerate(sampled):
+            if self._decoder.has_begun and not self.may_stop:
+                tokens, times = zip(*sampled[place:], strict=True)
+                return pieces + self._parsed(tokens, times[-1])
+            pieces += self.push(token, at)
+        return pieces
+
     def push(self, token: int, at: float) -> list[Piece]:
         """Add a token and return the pieces that it completes: at least one, which may be empty.
 
@@ -77,13 +95,17 @@ class OutputProcessor:
             token: id of the token.
             at: ``time.perf_counter()`` when it was sampled.
         """
+        self._first = self._first or at
+        return self._parsed((token,), at) or [""]
+
+    def _parsed(self, tokens: Sequence[int], at: float) -> list[Piece]:
+        """Add tokens, the last of them sampled at ``at``, and return the pieces."""
         self._last = at
-        self._first = self._first or self._last
-        self.token_ids.append(token)
-        parts: list[Part] = [token]
+        self.token_ids += tokens
+        parts: list[Part] = [*tokens]
         for parser in self._parsers:
             parts = parser.parse(parts)
-        return self._collect(parts) or [""]
+        return self._collect(parts)
 
     def finish(self) -> list[Piece]:
         """Return the pieces that were held back until the end of the answer."""

@@ -179,9 +179,10 @@ class Request(RequestState):
     def take_pieces(self) -> list[Piece | Speech]:
         """Remove and return the queued pieces of the iterator; the result may be empty.
 
-        Call this only from the thread that consumes the request.
+        Tokens that have come since the last call are decoded together, so there may be fewer pieces
+        than tokens. Call this only from the thread that consumes the request.
         """
-        self._detokenize()
+        self._detokenize(together=True)
         return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
     @property
@@ -205,12 +206,14 @@ class Request(RequestState):
         if self.may_stop and self.written.stopped:
             self.ended = True  # ``|=`` could undo a concurrent ``cancel``.
 
-    def _detokenize(self) -> None:
-        """Queue the pieces of the tokens so far."""
+    def _detokenize(self, *, together: bool = False) -> None:
+        """Queue the pieces of the tokens so far: one for each token, or ``together`` fewer."""
         with self._writing:
             try:
                 while self._unwritten:
-                    self._pieces += self._written.push(*self._unwritten.popleft())
+                    count = len(self._unwritten) if together else 1
+                    sampled = [self._unwritten.popleft() for _ in range(count)]
+                    self._pieces += self._written.push_all(sampled)
             except Exception as error:  # A tokenizer may raise anything; fail only this request.
                 self._unwritten.clear()
                 self.fail(error)

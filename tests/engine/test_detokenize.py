@@ -95,6 +95,22 @@ def test_bytes_that_are_no_text_do_not_end_the_answer(tokens: list[int]) -> None
     assert len("".join(given_out)) >= len(decoded(BYTE_FALLBACK, tokens)) // 4
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), min_size=1, max_size=20), max_size=8),
+    st.sampled_from([(), ("e",), ("th", "\ufffd")]),
+)
+def test_tokens_that_come_together(groups: list[list[int]], stop: tuple[str, ...]) -> None:
+    tokens = [token for group in groups for token in group]
+    expected, alone = pieces(BYTE_LEVEL, tokens, stop)
+    text, given_out = Detokenizer(BYTE_LEVEL, stop), []
+    for group in groups:
+        if not text.stopped:
+            given_out.append(text.push(*group))
+    given_out.append(text.finish())
+    assert "".join(given_out) == "".join(expected) and text.stop_text == alone.stop_text
+
+
 def test_a_character_comes_whole() -> None:
     tokens = BYTE_LEVEL("\U0001f642")["input_ids"]
     assert len(tokens) == 4

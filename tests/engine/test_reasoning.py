@@ -1,5 +1,7 @@
 """Reasoning and text of a thinking model's answer are separated while it is generated."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,6 +77,30 @@ def test_reasoning_and_text_are_apart(tokenizer, prompt: str) -> None:
     assert writer.reasoning_span == ReasoningSpan(
         whole.reasoning, opened, len(whole.token_ids) - text
     )
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 100])
+@pytest.mark.parametrize("how", [{}, {"stop": "cat"}, {"min_tokens": 12, "stop": "cat"}])
+def test_tokens_that_come_together(tokenizer, count: int, how: dict[str, Any]) -> None:
+    said = "A sign.\n\nOr not?\n</think>\n\nThe sign\n says: \U0001f642 and no more."
+    expected, alone = written(tokenizer, said, **how)
+    thinks, prompt = ThinkTokens.of(tokenizer), ids(tokenizer, OPENED)
+    writer = OutputProcessor(OutputContext(tokenizer, Sampling(**how), thinks, prompt), 0.0)
+    sampled = [(token, float(at)) for at, token in enumerate(ids(tokenizer, said).tolist(), 1)]
+    pieces = []
+    for start in range(0, len(sampled), count):
+        pieces += writer.push_all(sampled[start : start + count])
+    pieces += writer.finish()
+    for kind in (Reasoning, str):
+        assert joined(pieces, kind) == joined(alone, kind) != ""
+    one, other = answer(writer), answer(expected)
+    assert (one.text, one.reasoning, one.token_ids) == (
+        other.text,
+        other.reasoning,
+        other.token_ids,
+    )
+    assert writer.reasoning_span == expected.reasoning_span
+    assert one.timings.prefill_s == 1 and one.timings.decode_s == len(sampled) - 1
 
 
 def test_a_stop_text_ends_the_text_only(tokenizer) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Self, cast
 
 from oscar_mm.engine.detokenizer import CONTEXT, Detokenizer
@@ -33,6 +34,11 @@ class TextDecoder(OutputParser):
         return None if self._text is None else self._text.stop_text
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the text has begun."""
+        return self._text is not None
+
+    @property
     def may_stop(self) -> bool:
         """Whether there are stop strings."""
         return bool(self._context.sampling.stop)
@@ -44,9 +50,18 @@ class TextDecoder(OutputParser):
 
     def push(self, part: int) -> Sequence[Part]:
         """Return the text that has become final, which may be empty."""
-        if self._text is None:
-            self._text = self._begin()
-        return (self._text.push(part),)
+        return self.parse((part,))
+
+    def parse(self, parts: Iterable[Part]) -> list[Part]:
+        """Replace consecutive tokens by their text, and leave the other parts in order."""
+        parsed: list[Part] = []
+        for kind, run in groupby(parts, type):
+            if kind is self.takes:
+                self._text = self._text or self._begin()
+                parsed.append(self._text.push(*cast("Iterable[int]", run)))
+            else:
+                parsed += run
+        return parsed
 
     def finish(self) -> Sequence[Part]:
         """Return the text that was withheld."""
@@ -58,7 +73,7 @@ class TextDecoder(OutputParser):
         Stop strings apply to the text only, but ``min_tokens`` counts all tokens of the answer.
         """
         context, sampling = self._context, self._context.sampling
-        earlier = len(context.token_ids) - 1
+        earlier = len(context.token_ids) - 1  # The first token of the text comes alone.
         continued = context.prompt if context.continues else None
         return Detokenizer(
             context.decoder,
