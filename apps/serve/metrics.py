@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import accumulate
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -74,8 +81,9 @@ class Metrics:
             registry=self.registry,
         )
 
-        def times(name: str, text: str) -> Histogram:
-            return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
+        def times(name: str, text: str) -> Times:
+            self.registry.register(made := Times(name, text))
+            return made
 
         self.queue_seconds = times(
             "oscar_mm_queue_seconds", "Time that a request waited until it got its slots"
@@ -90,6 +98,37 @@ class Metrics:
             "oscar_mm_answer_seconds", "Time from the request to the last token"
         )
         self.registry.register(_PipelineCollector(conversations))
+
+
+class Times(Collector):
+    """Histogram of times that records equal times together.
+
+    With prometheus_client's own histogram, recording the times between tokens one by one took a
+    fifth of the time in which pieces were sent.
+
+    Args:
+        name: name of the metric.
+        text: description of the metric.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+        self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Record a time that was observed ``count`` times."""
+        with self._lock:
+            self._counts[bisect_left(_SECONDS, seconds)] += count
+            self._sum += count * seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram."""
+        with self._lock:
+            counts, total = [*accumulate(self._counts)], self._sum
+        bounds = [*(str(float(bound)) for bound in _SECONDS), "+Inf"]
+        buckets = [*zip(bounds, counts, strict=True)]
+        yield HistogramMetricFamily(self._name, self._text, buckets, total)
 
 
 class AnswerTimes:
@@ -113,8 +152,8 @@ class AnswerTimes:
         if not self.count:
             metrics.first_token_seconds.observe(now - self._arrival)
             self.count, self._last, tokens = 1, now, tokens - 1
-        for _ in range(tokens):
-            metrics.inter_token_seconds.observe((now - self._last) / tokens)
+        if tokens:
+            metrics.inter_token_seconds.observe((now - self._last) / tokens, tokens)
         # Tokens without text are not noted, and so ``end`` counts the rest.
         metrics.completion_tokens.inc(tokens)
         self.count, self._last = self.count + tokens, now

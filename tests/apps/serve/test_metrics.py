@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="needs prometheus-client")
 
-from oscar_mm.apps.serve.metrics import Metrics
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from oscar_mm.apps.serve.metrics import _SECONDS, Metrics, Times
 
 
 class Store:
@@ -34,6 +36,18 @@ class Conversations(list):
         engine = SimpleNamespace(running=0, waiting=0, call=lambda function, timeout: function())
         family = SimpleNamespace(talker=None)
         self.pipe = SimpleNamespace(store=store, engine=engine, family=family, prefixes=None)
+
+
+def test_times_are_those_of_a_usual_histogram(monkeypatch) -> None:
+    monkeypatch.setattr("prometheus_client.metrics._use_created", False)
+    usual, ours = CollectorRegistry(), CollectorRegistry()
+    expected = Histogram("waits", "Waits", buckets=_SECONDS, registry=usual)
+    ours.register(times := Times("waits", "Waits"))
+    for seconds, count in ((0.0, 1), (0.001, 3), (0.0625, 2), (1.0, 1), (120.5, 4)):
+        times.observe(seconds, count)
+        for _ in range(count):
+            expected.observe(seconds)
+    assert generate_latest(ours) == generate_latest(usual)
 
 
 def pool_bytes(metrics: Metrics) -> float | None:
