@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Scope
 
 from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size, waits_to_send
+from oscar_mm.apps.serve.event_stream import WRITE
 from oscar_mm.apps.serve.server import Server
 
 _CONNECTION_PROCESS = "oscar_mm.apps.connection_process"
@@ -92,9 +94,10 @@ class ApplicationServer(Server):
 
     async def _answer(self, exchange: _Exchange) -> None:
         """Run the application for a request, and report its end."""
-        failure = None
+        failure, scope = None, exchange.scope
+        extensions = {**scope.get("extensions", {}), WRITE: exchange.write}
         try:
-            await self._app(exchange.scope, exchange.receive, exchange.send)
+            await self._app({**scope, "extensions": extensions}, exchange.receive, exchange.send)
         except Exception:
             failure = traceback.format_exc()
         finally:
@@ -177,10 +180,25 @@ class _Exchange:
         Raises:
             OSError: if the connection is closed.
         """
-        while self._in_flight > _MAX_IN_FLIGHT_BYTES and not self._lost:
+        while not self._can_send and not self._lost:
             self._changed.clear()
             await self._changed.wait()
         if self._lost:
             raise OSError(self._lost)
+        self._put(event)
+
+    def write(self, part: Callable[[], bytes]) -> bool:
+        """Send a part of the body without waiting; see ``WRITE``."""
+        if self._lost or not self._can_send:
+            return False
+        self._put({"type": "http.response.body", "body": part(), "more_body": True})
+        return True
+
+    @property
+    def _can_send(self) -> bool:
+        """Whether the client has taken most of the events that were sent."""
+        return self._in_flight <= _MAX_IN_FLIGHT_BYTES
+
+    def _put(self, event: Message) -> None:
         self._in_flight += payload_size(event)
         self._channel.put(self.number, "send", event)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from anyio.to_thread import run_sync
@@ -18,6 +19,13 @@ from oscar_mm.apps.serve.running_answer import RunningAnswer
 from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.engine.speech import Speech
 from oscar_mm.tool_parsers.parser import Piece
+
+WRITE = "oscar_mm.write"
+"""ASGI extension: a function that sends a part of a body without waiting for the client.
+
+Its argument is a function that returns the part, in bytes. It returns True; if the part would have
+to wait, it does not call the function and returns False.
+"""
 
 
 class AnswerFormat(Protocol):
@@ -85,14 +93,32 @@ class EventStream(StreamingResponse):
         note_refusal(scope, str(ClientGone()))  # Applies unless the stream ends differently.
         events = _events(answers, written, scope)
         super().__init__(events, headers=STREAM_HEADERS, media_type=_media_type(written))
-        self._answers = answers
+        self._answers, self._written = answers, written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, then end the answers."""
+        answer, *others = self._answers.answers
+        if (write := scope.get("extensions", {}).get(WRITE)) is not None and not others:
+            answer.send_now = partial(_send_now, write, self._written)
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._answers.end()
+
+
+def _send_now(
+    write: Callable[[Callable[[], bytes]], bool],
+    written: AnswerFormat,
+    pieces: Iterator[Piece],
+    take_logprobs: Callable[[], Sequence[TokenLogprob] | None],
+) -> bool:
+    """Send the events for pieces of the only answer; see ``RunningAnswer.send_now``."""
+
+    def part() -> bytes:
+        events = (event for piece in pieces for event in written.piece(0, piece, take_logprobs()))
+        return b"".join(x.encode() if isinstance(x, str) else x for x in events)
+
+    return write(part)
 
 
 async def _events(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import groupby
 from time import perf_counter
 from typing import cast
@@ -27,6 +27,8 @@ from oscar_mm.errors import MemoryBusy
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
 
+SendNow = Callable[[Iterator[Piece], Callable[[], Sequence[TokenLogprob] | None]], bool]
+
 
 class RunningAnswer:
     """An answer that is being generated, with a buffer of pieces not yet consumed.
@@ -41,6 +43,11 @@ class RunningAnswer:
         request: the request.
         gone: future that is done when the client has disconnected.
         arrival: ``perf_counter()`` when the request arrived.
+
+    Attributes:
+        send_now: function that sends pieces and their log-probabilities, which it takes by the
+            functions in its arguments, and returns True; if the client is slow, it takes nothing
+            and returns False. None if pieces can only be sent by a task.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class RunningAnswer:
         self.request, self.gone = request, gone
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[Piece | Speech | CompletedAnswer] = deque()
+        self.send_now: SendNow | None = None
         self._changed: asyncio.Future[None] | None = None
         """Future that is done when pieces arrive, the thread ends, or the answer must end."""
         self._steps = conversations.answer_steps(request)
@@ -157,8 +165,22 @@ class RunningAnswer:
         if running_request.is_over:
             self._running_request = None
             self._start_thread()
-        if self._pieces and self.request.stream:
+        if self._pieces and self.request.stream and not self._sent_now():
             self._wake()
+
+    def _sent_now(self) -> bool:
+        """Send the buffered pieces if the task of the stream would do just that; return whether it
+        need not be woken. Its turn takes longer than all else that is done to send a piece."""
+        waiting, pieces = self._changed, self._pieces
+        if self.send_now is None or waiting is None or waiting.done():
+            return False
+        if any(isinstance(piece, Speech | CompletedAnswer) for piece in pieces):
+            return False
+        try:
+            return self.send_now(cast("Iterator[Piece]", joined(pieces)), self.take_logprobs)
+        except Exception as error:  # Of this answer alone: others are sent in the same turn.
+            waiting.set_exception(error)
+            return True
 
     def _start_thread(self) -> None:
         self._thread = asyncio.ensure_future(self._write_in_thread())

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from itertools import cycle
 from typing import Any
 
 import httpx
@@ -23,7 +24,8 @@ from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import StreamingResponse
 
 from oscar_mm.apps.channel import Channel
-from oscar_mm.apps.serve.application_server import ApplicationServer
+from oscar_mm.apps.serve.application_server import ApplicationServer, _Exchange
+from oscar_mm.apps.serve.chat_writer import ChatWriter
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from tests.apps.connections import connected, is_closed
@@ -81,6 +83,75 @@ def test_answers_are_those_of_one_process(omni, two_processes, client) -> None:
         # A body of many parts.
         status, padded = post(two_processes[1], "/v1/chat/completions", body, padding=300_000)
         assert status == 200 and padded["choices"] == whole["choices"]
+
+
+def events(address: str, path: str, body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, as JSON."""
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    sent = urllib.request.Request(
+        address + path, json.dumps(body | {"stream": True}).encode(), headers
+    )
+    with urllib.request.urlopen(sent, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(one) for one in data if one != "[DONE]"]
+
+
+@pytest.mark.parametrize("waits", [(False,), (False, True, True), (True,)])
+def test_streams_have_the_text_of_whole_answers(two_processes, monkeypatch, waits) -> None:
+    """In every API, also if some pieces have to wait for the client."""
+    write, turns = _Exchange.write, cycle(waits)
+    monkeypatch.setattr(_Exchange, "write", lambda x, part: not next(turns) and write(x, part))
+    usual = {"temperature": 0, "seed": 3}
+    asked: dict[str, Any] = usual | {"messages": [user("Why?")], "max_tokens": 40}
+    chat, address = "/v1/chat/completions", two_processes[1]
+    for more in ({}, {"logprobs": True}, {"n": 2, "temperature": 1}):
+        _, whole = post(address, chat, asked | more)
+        texts, probabilities = [""] * len(whole["choices"]), list[Any]()
+        for event in events(address, chat, asked | more):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content") or ""
+                probabilities += (choice.get("logprobs") or {}).get("content") or []
+        assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+        if more == {"logprobs": True}:
+            assert probabilities == whole["choices"][0]["logprobs"]["content"]
+    asked = usual | {"prompt": "Why?", "max_tokens": 40}
+    _, whole = post(address, "/v1/completions", asked)
+    streamed = events(address, "/v1/completions", asked)
+    assert "".join(x["choices"][0]["text"] for x in streamed) == whole["choices"][0]["text"] != ""
+    asked = {"temperature": 0, "input": "Why?", "max_output_tokens": 40}
+    _, whole = post(address, "/v1/responses", asked)
+    streamed = events(address, "/v1/responses", asked)
+    assert [event["sequence_number"] for event in streamed] == [*range(len(streamed))]
+    text = "".join(x["delta"] for x in streamed if x["type"] == "response.output_text.delta")
+    assert text == whole["output"][0]["content"][0]["text"] != ""
+    asked = {"model": "tiny", "temperature": 0, "messages": [user("Why?")], "max_tokens": 40}
+    _, whole = post(address, "/v1/messages", asked)
+    streamed = events(address, "/v1/messages", asked)
+    deltas = [x["delta"] for x in streamed if x["type"] == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas) == whole["content"][0]["text"] != ""
+
+
+def test_an_answer_that_cannot_be_written_ends_alone(two_processes, client, monkeypatch) -> None:
+    write, failed = ChatWriter.piece, list[ChatWriter]()
+
+    def fail_once(self: ChatWriter, *arguments: Any) -> Iterator[str]:
+        if "3" in str(self._header["model"]) and len(failed) > 5:
+            raise ValueError("no text")
+        failed.append(self)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(ChatWriter, "piece", fail_once)
+    app = two_processes[0].service
+    monkeypatch.setattr(app, "names", ("tiny", "tiny3"))
+    options = {"max_tokens": 300, "stream": True, "temperature": 0}
+    good = ask(client, user("Why?"), **options)
+    first = next(iter(good))
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
+        list(ask(client, user("Why?"), model="tiny3", **options))
+    rest = list(good)
+    assert rest[-1].choices[0].finish_reason == "length" and first.choices
+    until(lambda: app.metrics.running._value.get() == 0)
 
 
 def test_a_body_that_is_too_large(two_processes) -> None:
