@@ -139,24 +139,27 @@ class AnswerTimes:
         arrival: ``perf_counter()`` when the request arrived.
 
     Attributes:
-        count: number of tokens so far.
+        count: number of tokens whose text has arrived.
     """
 
     def __init__(self, metrics: Metrics, arrival: float) -> None:
         self._metrics, self._arrival, self._last = metrics, arrival, arrival
         self.count = 0
 
-    def note(self, tokens: int = 1) -> None:
-        """Record tokens whose text has just arrived, as if at even intervals since the last."""
+    def note(self, written: int) -> None:
+        """Record that the text of the first ``written`` tokens has arrived, that of the new ones as
+        if at even intervals since the last call."""
         metrics, now = self._metrics, perf_counter()
         if not self.count:
             metrics.first_token_seconds.observe(now - self._arrival)
-            self.count, self._last, tokens = 1, now, tokens - 1
-        if tokens:
-            metrics.inter_token_seconds.observe((now - self._last) / tokens, tokens)
-        # Tokens without text are not noted, and so ``end`` counts the rest.
+            self.count, self._last = 1, now
+        # A token may have been counted before its text arrived.
+        if (tokens := written - self.count) <= 0:
+            return
+        metrics.inter_token_seconds.observe((now - self._last) / tokens, tokens)
+        # Tokens without text may not be noted, and so ``end`` counts the rest.
         metrics.completion_tokens.inc(tokens)
-        self.count, self._last = self.count + tokens, now
+        self.count, self._last = written, now
 
     def end(self, completed: CompletedAnswer) -> None:
         """Record the tokens and the total time of the complete answer."""

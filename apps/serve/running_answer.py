@@ -77,8 +77,6 @@ class RunningAnswer:
         self._times = AnswerTimes(queue.metrics, arrival)
         self._known = 0
         """Number of tokens that the chat had before this answer."""
-        self._written = 0
-        """Number of tokens of which ``collect`` has taken the pieces."""
         self._logprobs_taken = 0
         """Number of tokens whose log-probabilities ``take_logprobs`` has returned."""
         queue.metrics.running.inc()
@@ -157,8 +155,7 @@ class RunningAnswer:
         if running_request is None or self._is_ending:
             return
         pieces, written = running_request.take_pieces(), running_request.output_tokens
-        self._add(pieces, written - self._written)
-        self._written = written
+        self._add(pieces, written)
         self.slot.cost = token_cost(self._tokens_read(running_request), written)
         # After ``take_pieces``, which ends the request if the tokenizer fails. Pieces that come
         # later go to the thread.
@@ -209,8 +206,13 @@ class RunningAnswer:
                 self._add([step])
         return None
 
-    def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer], tokens: int = 1) -> None:
-        """Buffer the pieces of tokens that have just arrived, and record them in the metrics."""
+    def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer], written: int = 0) -> None:
+        """Buffer pieces that have just arrived, and record them in the metrics.
+
+        Args:
+            pieces: the pieces.
+            written: number of tokens so far, if it is known.
+        """
         has_text = False
         for piece in filter(None, pieces):
             if isinstance(piece, CompletedAnswer):
@@ -220,7 +222,7 @@ class RunningAnswer:
                 has_text = True
             self._pieces.append(piece)
         if has_text:
-            self._times.note(tokens)
+            self._times.note(written or self._times.count + 1)
 
     def _tokens_read(self, running: Request) -> int:
         """Return the tokens of earlier turns and of the prompt that were not in a cache."""

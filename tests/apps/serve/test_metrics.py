@@ -10,7 +10,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus-client")
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from oscar_mm.apps.serve.metrics import _SECONDS, Metrics, Times
+from oscar_mm.apps.serve.metrics import _SECONDS, AnswerTimes, Metrics, Times
 
 
 class Store:
@@ -48,6 +48,18 @@ def test_times_are_those_of_a_usual_histogram(monkeypatch) -> None:
         for _ in range(count):
             expected.observe(seconds)
     assert generate_latest(ours) == generate_latest(usual)
+
+
+def test_a_token_that_was_counted_before_its_text_came() -> None:
+    metrics = Metrics(cast(Any, Conversations(Store())))
+    times = AnswerTimes(metrics, time.perf_counter())
+    for written in (1, 1, 4, 4, 5):
+        times.note(written)
+    counts = [
+        metrics.registry.get_sample_value(f"oscar_mm_{name}_token_seconds_count")
+        for name in ("first", "inter")
+    ]
+    assert counts == [1, 4] and times.count == 5
 
 
 def pool_bytes(metrics: Metrics) -> float | None:
