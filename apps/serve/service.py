@@ -89,10 +89,9 @@ _READERS = 2
 """Number of threads that parse requests."""
 _BODIES = 8
 """Maximum total size of all request bodies in memory, in multiples of the maximum request size."""
-_SENDING_SHARE = 0.15
+_SENDING_SHARE = 0.08
 """Maximum share of the time in which pieces are sent; if it would be more, pieces of several steps
-are sent together. While pieces are sent, the engine thread waits for the interpreter: with 64
-answers some 3 ms, when the GPU takes 6.5 ms for a step."""
+are sent together. While pieces are sent, the engine thread waits for the interpreter."""
 _MAX_PAUSE_S = 0.1
 """Maximum seconds without sending, also after the event loop was busy with something else."""
 _LATE_S = 0.02
