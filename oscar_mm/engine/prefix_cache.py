@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,18 +71,24 @@ class ReaderState(NamedTuple):
     """What keys and values depend on, apart from tokens and media.
 
     Attributes:
-        processor: SHA-256 of the processor's settings.
+        processor: SHA-256 of the processor's settings, on which only those of media depend; None
+            for a prompt without media.
         weights: state of the model's weights and adapters, see ``PrefillRunner.state``.
         adapter: digest of the adapter that the prompt chooses; None for none.
     """
 
-    processor: str
+    processor: str | None
     weights: object
     adapter: str | None
 
 
-_Key = tuple[ReaderState, str]
-"""State of processor and model, and salt of the prompt."""
+_Key = tuple[str, bytes]
+"""Salt of a prompt, and its first ``MIN_TOKENS`` ids. A comparison with all tokens of all entries
+would take milliseconds."""
+
+
+def _key(prompt: Prompt, ids: np.ndarray) -> _Key:
+    return prompt.salt, ids[:MIN_TOKENS].tobytes()
 
 
 @dataclass(eq=False)
@@ -93,24 +100,20 @@ class _Entry:
     """
 
     key: _Key
+    state: ReaderState
     ids: np.ndarray
     media: tuple[MediumSpan, ...]
     cache: OscarCache
     bytes: int
     is_confirmed: bool = False
 
-    def __post_init__(self) -> None:
-        """Note the first tokens, by which most other prompts differ."""
-        self._head = self.ids[:MIN_TOKENS].tobytes()
-
-    def common(self, key: _Key, ids: np.ndarray, prompt: Prompt) -> int:
-        """Return the number of leading tokens shared with a prompt, without splitting media; 0 if
-        their first ``MIN_TOKENS`` differ.
+    def common(self, ids: np.ndarray, prompt: Prompt, state: ReaderState) -> int:
+        """Return the number of leading tokens shared with a prompt of the same key, without
+        splitting media; 0 if weights or adapters differ.
 
         If all media of a prompt attend to each other, all of them are shared, or none.
         """
-        # With many entries, comparing all of their tokens takes milliseconds.
-        if ids[:MIN_TOKENS].tobytes() != self._head or key != self.key:
+        if state[1:] != self.state[1:]:
             return 0
         length = min(len(ids), len(self.ids))
         differs = ids[:length] != self.ids[:length]
@@ -119,8 +122,8 @@ class _Entry:
         for index, span in enumerate(prompt.media):
             if span.start >= length:
                 break
-            same = index < len(self.media) and _same_content(span, self.media[index])
-            if not same or span.stop > length:
+            same = state.processor == self.state.processor and index < len(self.media)
+            if not (same and _same_content(span, self.media[index])) or span.stop > length:
                 length = span.start
                 break
         for media in (prompt.media, self.media) if prompt.layout.two_way == "prompt" else ():
@@ -179,6 +182,7 @@ class PrefixCache:
         self.hits = self.misses = self.tokens_saved = 0
         # Ordered from least to most recently used.
         self._entries: list[_Entry] = []
+        self._by_key = defaultdict[_Key, list[_Entry]](list)
 
     @property
     def bytes(self) -> int:
@@ -211,9 +215,8 @@ class PrefixCache:
             state: present state of processor and model; only entries with an equal state match.
         """
         ids, best, longest, shared = _ids(prompt), None, MIN_TOKENS - 1, 0
-        key = state, prompt.salt
-        for entry in self._entries:
-            length = _whole(entry.common(key, ids[:-1], prompt), prompt.media)
+        for entry in self._by_key.get(_key(prompt, ids[:-1]), ()):
+            length = _whole(entry.common(ids[:-1], prompt, state), prompt.media)
             if length <= longest:
                 continue
             shared = max(shared, length)
@@ -247,7 +250,7 @@ class PrefixCache:
             weights: present state of the weights, see ``ReaderState``.
         """
         for entry in [one for one in self._entries if not one.is_confirmed]:
-            entry.is_confirmed = entry.key[0].weights == weights
+            entry.is_confirmed = entry.state.weights == weights
             if not entry.is_confirmed:
                 self._drop(entry)
 
@@ -260,11 +263,12 @@ class PrefixCache:
             cache: cache that begins with the prompt.
         """
         stop = kept_tokens(prompt)
-        ids, key = _ids(prompt)[:stop], (state, prompt.salt)
+        ids = _ids(prompt)[:stop]
         if not stop or cache.longest_crop(stop) != stop:
             return
-        for entry in self._entries[:]:
-            length = entry.common(key, ids, prompt)
+        key = _key(prompt, ids)
+        for entry in self._by_key.get(key, ())[:]:
+            length = entry.common(ids, prompt, state)
             if length == stop == entry.cache.longest_crop(stop):
                 return
             if length == len(entry.ids) == cache.longest_crop(length):
@@ -276,9 +280,13 @@ class PrefixCache:
         if size > self.limit:
             frozen.close()
             return
-        while len(self) >= _MAX_ENTRIES or self.bytes + size > self.limit:
+        total = self.bytes + size
+        while len(self) >= _MAX_ENTRIES or total > self.limit:
+            total -= self._entries[0].bytes
             self.drop_oldest()
-        self._entries.append(_Entry(key, ids, prompt.media, frozen, size))
+        entry = _Entry(key, state, ids, prompt.media, frozen, size)
+        self._entries.append(entry)
+        self._by_key[key].append(entry)
 
     def drop_oldest(self) -> None:
         """Drop the least recently used entry."""
@@ -291,6 +299,9 @@ class PrefixCache:
 
     def _drop(self, entry: _Entry) -> None:
         self._entries.remove(entry)
+        self._by_key[entry.key].remove(entry)
+        if not self._by_key[entry.key]:
+            del self._by_key[entry.key]
         entry.cache.close()
 
 
