@@ -50,14 +50,25 @@ class BatchView(OscarCache):
                 padding row, whose output is ignored.
         """
         self._caches = list(caches)
-        self.kv_manager.changes += 1
         self.kv_manager.sequences[:] = [_row_of(cache) for cache in caches]
-        source = next((cache for cache in caches if cache is not None and cache.layers), None)
-        if source is not None and not self.layers:
-            self.take_layers(source)
-            self.replayed(StepPlan())
+        self._begin_rows()
+
+    def set_row(self, place: int, cache: OscarCache) -> None:
+        """Replace an empty row with a cache that ``can_take`` accepts."""
+        self._caches[place] = cache
+        self.kv_manager.sequences[place] = _row_of(cache)
+        self._begin_rows()
+
+    def _begin_rows(self) -> None:
+        self.kv_manager.changes += 1
+        if not self.layers:
+            source = next((one for one in self._caches if one is not None and one.layers), None)
+            if source is not None:
+                self.take_layers(source)
+                self.replayed(StepPlan())
         self._joined, self._idle = False, frozenset()
-        self.hidden = caches[0].hidden if len(caches) == 1 and caches[0] is not None else None
+        only = self._caches[0] if len(self._caches) == 1 else None
+        self.hidden = None if only is None else only.hidden
         self._drop_states()
 
     def take_layers(self, source: OscarCache) -> None:

@@ -57,7 +57,8 @@ class SlotPool:
             return []
         self.ensure_free(count)
         if for_prompt:
-            slots, self._free = self._free[:count][::-1], self._free[count:]
+            slots = self._free[:count][::-1]
+            del self._free[:count]
         else:
             slots = [self._free.pop() for _ in range(count)]
         self._own(slots)
@@ -76,7 +77,7 @@ class SlotPool:
     def make_free(self, count: int) -> None:
         """Grow the pool until exactly ``count`` slots are free, unless there are more; prompts take
         the new ones first, so that planned steps keep theirs."""
-        self._free = self._grown(max(0, count - self.free)) + self._free
+        self._free[:0] = self._grown(max(0, count - self.free))
 
     def _grown(self, count: int) -> list[int]:
         """Add ``count`` slots without owners, and return them in the order of the free list."""

@@ -501,7 +501,9 @@ class PageStore:
         self.collect()
         for bits, count in counts.items():
             slots = self.allocators[bits]
-            if spares and count > slots.free:
+            if count <= slots.free:
+                continue
+            if spares:
                 spare = self._affordable(bits, int(slots.capacity * _SPARE))
                 count = max(count, slots.free + spare)
             with suppress(torch.OutOfMemoryError):

@@ -222,8 +222,8 @@ class DecodeRunner:
 
         Args:
             ahead: whether to also launch the following step, if it can be predicted.
-            following: function that sets the cache's rows for the following step, without changing
-                their number, and returns them: current rows that have not ended, and new rows.
+            following: function that sets the cache's rows for the following step and returns them.
+                Requests that join replace empty rows; all others keep their rows.
         """
         if (drafting := self._drafting) is not None:
             drafts = following is None and not self._steps_ahead
@@ -241,7 +241,12 @@ class DecodeRunner:
         self._tokens = chosen.tokens
         if following is not None:
             self.rows = list(following())
-            self._tokens = self._join(rows, chosen.tokens, steps)
+            joining = [
+                (place, new)
+                for place, (new, old) in enumerate(zip(self.rows, rows, strict=True))
+                if new is not old and new is not None
+            ]
+            self._tokens = self._join(joining, chosen.tokens, steps)
         launched = None
         # Keeps the device busy while the host waits for the tokens.
         if ahead:
@@ -257,7 +262,9 @@ class DecodeRunner:
         if launched is not None:
             self.early = EarlyPass(*launched, arrived)
         if following is not None:
-            self._sampler, self._pass_sampler = self._sampler_of(self.rows), None
+            self._pass_sampler = None
+            if not (self._sampler.is_plain and all(row.sampler.is_plain for _, row in joining)):
+                self._sampler = self._sampler_of(self.rows)
 
     @property
     def _drafting(self) -> RequestState | None:
@@ -334,27 +341,25 @@ class DecodeRunner:
             yield from _listed(self._sampler(one))
 
     def _join(
-        self, before: Sequence[RequestState | None], tokens: torch.Tensor, steps: GraphRunner
+        self,
+        joining: Sequence[tuple[int, RequestState]],
+        tokens: torch.Tensor,
+        steps: GraphRunner,
     ) -> torch.Tensor:
-        """Return the tokens of the new rows, and set their positions; never waits for a GPU.
+        """Return the last tokens of all rows, and set the positions of new ones; never waits for a
+        GPU.
 
         Args:
-            before: the rows of the previous step.
-            tokens: (batch,) ids of their last tokens, which the host does not know yet.
+            joining: place and state of each new row.
+            tokens: (batch,) ids of the last tokens of the others, which the host does not know yet.
             steps: runner of the following step.
         """
-        places = {id(row): place for place, row in enumerate(before) if row is not None}
-        # table[0]: previous index of each row, or -1 if it joins; table[1]: token of a joining row.
-        table = np.zeros((2, len(self.rows)), dtype=np.int64)
-        positions = [0] * len(self.rows)
-        for index, row in enumerate(self.rows):
-            table[0, index] = place = -1 if row is None else places.get(id(row), -1)
-            if row is not None:
-                table[1, index] = row.tokens[-1] if place < 0 else 0
-                positions[index] = row.position + (place >= 0)
-        steps.place(positions, _adapters(self.rows))
-        source, joining = upload(table, self._device)
-        return torch.where(source < 0, joining, tokens[source.clamp(min=0)])
+        table = np.empty((3, len(joining)), np.int64)
+        for index, (place, row) in enumerate(joining):
+            table[:, index] = place, row.tokens[-1], row.position
+        places, own, positions = upload(table, self._device)
+        steps.join(places, positions, _adapters(self.rows))
+        return tokens.index_copy(0, places, own)
 
     def _steps(self, rows: int) -> GraphRunner:
         if rows not in self._by_size:

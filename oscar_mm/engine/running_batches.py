@@ -46,8 +46,8 @@ class RunningBatch:
     @property
     def live(self) -> list[Request]:
         """Requests that have not ended."""
-        seated = [request for request in self._rows if request is not None]
-        return [request for request in (*seated, *self._pending) if not request.ended]
+        every = (*self._rows, *self._pending)
+        return [request for request in every if request is not None and not request.ended]
 
     @property
     def is_running(self) -> bool:
@@ -74,7 +74,7 @@ class RunningBatch:
         if self._size(self.live) != len(self._rows):
             self._run(lambda: self.batch.step(ahead=False), seated)
         elif self._pending:
-            self._run(lambda: self.batch.step(following=self._reseat), seated)
+            self._run(lambda: self.batch.step(following=self._seat), seated)
             return self.batch.is_ahead and not self.failed
         return False
 
@@ -112,6 +112,8 @@ class RunningBatch:
     def drop_ended(self) -> list[Request]:
         """Remove and return the ended requests."""
         ended = [x for x in (*self._rows, *self._pending) if x is not None and x.ended]
+        if not ended:
+            return []
         self._pending = [request for request in self._pending if not request.ended]
         for place, request in enumerate(self._rows):
             if request is not None and request.ended:
@@ -133,17 +135,24 @@ class RunningBatch:
         return self.batch.size_for(len(live), beside_prompts=self.kept_steps > 0)
 
     def _set_rows(self, live: list[Request]) -> None:
-        """Assign a row to each request; rows change only if requests join or the batch shrinks."""
+        """Assign a row to each request; other rows change only if the size of the batch does."""
         size = self._size(live)
-        if self._pending or size != len(self._rows):
-            self.batch.set_rows(self._reseat(size))
+        if size != len(self._rows):
+            self._rows, self._pending = [*live, *[None] * (size - len(live))], []
+            if self.view is not None:
+                self.view.set_rows([None if x is None else x.cache for x in self._rows])
+            self.batch.set_rows(self._rows)
+        elif self._pending:
+            self.batch.set_rows(self._seat())
 
-    def _reseat(self, size: int | None = None) -> list[Request | None]:
-        """Assign each live request a row of a batch of ``size``, by default the current size."""
-        live, size = self.live, len(self._rows) if size is None else size
-        self._rows, self._pending = [*live, *[None] * (size - len(live))], []
-        if self.view is not None:
-            self.view.set_rows([None if x is None else x.cache for x in self._rows])
+    def _seat(self) -> list[Request | None]:
+        """Give the requests that join the free rows, as far as there are any."""
+        free = [place for place, row in enumerate(self._rows) if row is None]
+        for place, request in zip(free, self._pending, strict=False):
+            self._rows[place] = request
+            if self.view is not None:
+                self.view.set_row(place, request.cache)
+        self._pending = self._pending[len(free) :]
         return self._rows
 
 
@@ -194,7 +203,7 @@ class RunningBatches:
 
     def join(self, request: Request) -> None:
         """Start decoding a prefilled request, whose first token has been sampled."""
-        if not self.live:
+        if not self.is_running:
             self.wait_since = self.now()
         if self._shared is not None and self._shared.failed:
             self.forget_batch()
@@ -263,7 +272,9 @@ class RunningBatches:
             if shared is not None:
                 shared.batch.piece = None
             self.wait_since = self.now()
-            if self.live:  # The last step may have been launched early, so its time means nothing.
+            if (
+                self.is_running
+            ):  # The last step may have been launched early, so its time means nothing.
                 self.pace.note(begin, self.wait_since)
         return None if shared is None else shared.batch.early
 

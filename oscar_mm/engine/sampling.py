@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict
 
 import numpy as np
@@ -261,7 +262,7 @@ class Sampling:
         """Return whether a token that ends the answer is part of it."""
         return self.include_stop_str_in_output and token in _as_tuple(self.stop_token_ids)
 
-    @property
+    @cached_property
     def edits_logits(self) -> bool:
         """Whether logits are changed before tokens are sampled."""
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
@@ -273,7 +274,7 @@ class Sampling:
         """Whether the reasoning has its own token limit."""
         return self.thinking_token_budget is not None
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether the next token may differ from the token with the highest logit."""
         return self.temperature > 0 or self.edits_logits
@@ -339,6 +340,11 @@ class SamplingState:
         self.end_tokens, self.bad_words = end_tokens, bad_words
         self.chosen: list[int] = []
         self._generator: torch.Generator | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token is always the most likely one, without log-probabilities."""
+        return not self.sampling.changes_logits and self.sampling.logprobs is None
 
     def note(self, token: int) -> None:
         """Record a sampled token."""
@@ -511,12 +517,16 @@ class Sampler:
         device: device of the logits.
         ranks: tensor-parallel group; all ranks use the tokens of rank 0, since ranks would round
             and sample differently.
+
+    Attributes:
+        is_plain: see ``SamplingState``; true if it is for all rows.
     """
 
     def __init__(
         self, samplers: Sequence[SamplingState | None], device: torch.device, ranks: TPGroup
     ) -> None:
         self._ranks = ranks
+        self.is_plain = all(sampler is None or sampler.is_plain for sampler in samplers)
         changed = [
             (row, sampler)
             for row, sampler in enumerate(samplers)

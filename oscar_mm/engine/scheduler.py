@@ -313,11 +313,11 @@ class Scheduler:
         would act at different times in each process.
         """
         wakes = TPGroup.of(self.family.model).count == 1
-        while self._queue and not self._blocked and self.running < self.max_rows:
+        while self._queue and not self._blocked and len(active := self._active) < self.max_rows:
             if self._mixed is not None and (self._mixed.is_full or self._awaits_media()):
                 return
-            active = *self._active, *self._voices.live
-            if self._has_admitted and all(request.is_over for request in active):
+            running = *active, *self._voices.live
+            if self._has_admitted and all(request.is_over for request in running):
                 return  # The weights may have changed since: the next step reads their state.
             self._batches.settle_ended()  # Requests may have ended during the last prefill.
             with self._request_scope() as requests:
@@ -482,7 +482,10 @@ class Scheduler:
         Args:
             taken: list that a dequeued request is added to.
         """
-        for place, entry in enumerate(sorted(self._queue, key=self._turn_key())):
+        queue = list(self._queue)
+        if len(queue) > 1:  # The key takes a look at all running requests.
+            queue.sort(key=self._turn_key())
+        for place, entry in enumerate(queue):
             if place > 0 and self._skipped_head >= _MAX_OVERTAKES:
                 return False
             if self._try_admit(entry, taken):
@@ -594,7 +597,8 @@ class Scheduler:
         """Return the state that a prompt's keys and values depend on."""
         adapters = RowAdapters.of(self.family.model)
         own = None if adapters is None else adapters.digest(prompt.adapter)
-        return ReaderState(processor_settings(self.family.processor), self.reader.state, own)
+        settings = processor_settings(self.family.processor) if prompt.media else None
+        return ReaderState(settings, self.reader.state, own)
 
     def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
         growth = self.admission.growth(prompt, request.sampling.max_new_tokens, cache)

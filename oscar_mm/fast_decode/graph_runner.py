@@ -255,6 +255,21 @@ class GraphRunner:
             self._choose(self._adapters, adapters or [None] * len(positions))
         self._early = None
 
+    def join(
+        self, places: torch.Tensor, positions: torch.Tensor, adapters: Sequence[str | None]
+    ) -> None:
+        """Replace some rows; the others continue.
+
+        Args:
+            places: (joining,) int64 indices of the new rows, on the device.
+            positions: (joining,) int64, see ``place``; on the device.
+            adapters: the adapter of each row of the batch, or None.
+        """
+        self._positions.view(-1).index_copy_(0, places, positions)
+        if self._adapters is not None:
+            self._choose(self._adapters, adapters)
+        self._early = None
+
     def _choose(self, adapters: RowAdapters, names: Sequence[str | None]) -> None:
         idle = adapters.idle(names)
         if self._capture is None:
