@@ -244,7 +244,8 @@ class KVCacheManager:
         slots may also be planned or allocated for other sequences (see ``SlotPool.uses``).
 
         Returns:
-            The plan; None if a page must be copied, a pool must grow or there is no token to store.
+            The plan; None if a pool must grow or there is no token to store. Pages that it copies
+            may be copied before ``advance``.
         """
         self.store.collect()
         self._planned = []
@@ -263,7 +264,7 @@ class KVCacheManager:
         step.past = _PastRows.of(self.sequences, steady)
         if steady is not None:
             step.add_steady(steady)
-        if step.copies or not (step.writes is not None or step.pack_jobs):
+        if not (step.writes is not None or step.pack_jobs):
             return None
         self.store.begin_pages(step)
         self._planned = [_PlannedStep(step, self.version, modalities.copy(), rows)]
@@ -557,6 +558,8 @@ class _PlannedRow(NamedTuple):
         sequence.streams, sequence.stored = self.table.streams, self.table.stored
         sequence.spare = self.table.spare
         allocators[PLAIN].release(self.freed)
+        for bits, page in self.slots.left:
+            allocators[bits].release([page])
 
 
 def _plannable(sequence: SequenceTable, rows: Sequence[_PlannedRow] = ()) -> SequenceTable:
@@ -615,6 +618,8 @@ class _PlannedStep(NamedTuple):
         given = [x for index, row in self.rows.items() if continues[index] for x in row.slots.given]
         for bits, slots in kv_manager.allocators.items():
             slots.claim([slot for kind, slot, _ in given if kind == bits])
+        claimed = {(bits, slot) for bits, slot, _ in given}
+        step.copies = [one for one in self.step.copies if (one[0], one[2]) in claimed]
         for index in _others(sequences, step.steady):
             row = self.rows.get(index)
             if row is None or not continues[index]:

@@ -119,7 +119,7 @@ class GraphInputs:
             modalities: (batch, 1) int8 modality ids, -1 for padding.
 
         Returns:
-            The step; None if it would copy a page, pack a full page, grow a pool or store nothing.
+            The step; None if it would pack a full page, grow a pool or store nothing.
         """
         step = self._cache.kv_manager.planned(modalities)
         if step is None or (step.pack_jobs and self._tables.packs_whole_pages):

@@ -36,7 +36,9 @@ class Contents:
 
     def read_ahead(self, step: StepPlan) -> None:
         """Check that an in-flight step only writes to places where nothing is stored."""
-        assert not step.copies
+        for bits, source, target in step.copies:
+            assert self.store.allocators[bits].owners(target) == 0
+            self.pages[bits, target] = self.pages[bits, source].copy()
         read = step.sources()[PLAIN]
         for row, _, slot in () if step.writes is None else step.writes.T.tolist():
             owners = self.store.allocators[PLAIN].owners(slot)

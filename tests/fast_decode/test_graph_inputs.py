@@ -9,7 +9,7 @@ import torch
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.saved_cache import load_cache, save_cache
 from oscar_mm.fast_decode.graph_runner import GraphInputs
-from oscar_mm.modality import PADDING
+from oscar_mm.modality import PADDING, Modality
 from oscar_mm.policy import PLAIN
 from tests.cache.invariants import (
     POLICIES,
@@ -177,22 +177,12 @@ def test_an_interrupted_dry_run_leaves_the_step_to_do() -> None:
 
 
 def test_what_no_graph_does_is_not_planned() -> None:
-    """A pool that grows, a page that others have, a step without tokens, a page as a whole; before
-    a step that is replayed the page is copied."""
+    """A pool that grows, a step without tokens, a page as a whole."""
     cache = of_two_layers()
     replay = GraphInputs(cache, 1)
     assert replay.plan_ahead(np.full((1, 1), PADDING, np.int8)) is None
     with_free_slots(cache)
     assert replay.plan_ahead(TEXT) is not None
-    twin = cache.fork()
-    assert replay.plan_ahead(TEXT) is None
-    step = cache.begin(TEXT)
-    [(bits, source, target)] = step.copies
-    assert replay.fix(step) and not step.copies
-    for layer in cache.layers:
-        pages = layer.pages[bits].storage
-        assert torch.equal(pages[source], pages[target])
-    twin.close()
     cache = of_two_layers("channel")
     with_free_slots(cache, 400)
     replay, packed = GraphInputs(cache, 1), 0
@@ -203,6 +193,35 @@ def test_what_no_graph_does_is_not_planned() -> None:
         assert replay.fix(step) and not step.all_jobs
         add(cache)
     assert packed
+
+
+@pytest.mark.parametrize("way", ["launched early", "planned, then replayed", "not planned"])
+def test_a_shared_page_is_copied_before_a_replay(way: str) -> None:
+    cache = of_two_layers()
+    with_free_slots(cache)
+    twin, replay = cache.fork(), GraphInputs(cache, 1)
+    stream = cache.kv_manager.tables[0].streams[Modality.TEXT]
+    page, slots = stream.pages[-1], cache.store.allocators[stream.bits]
+    slots.ensure_free(1)
+    cache.store.reserve()
+    before = [layer.pages[stream.bits].storage[page].clone() for layer in cache.layers]
+    if way == "launched early":
+        early = replay.plan_ahead(TEXT)
+        assert early is not None and not early.copies
+        assert cache.begin(TEXT).planned is early
+    else:
+        planned = cache.kv_manager.planned(TEXT) if way.startswith("planned") else None
+        step = cache.begin(TEXT)
+        assert step.planned is planned and len(step.copies) == 1
+        assert replay.fix(step) and not step.copies
+    own = cache.kv_manager.tables[0].streams[Modality.TEXT].pages[-1]
+    assert own != page and slots.owners(own) == slots.owners(page) == 1
+    for layer, content in zip(cache.layers, before, strict=True):
+        pages = layer.pages[stream.bits].storage
+        assert torch.equal(pages[own], content) and torch.equal(pages[page], content)
+    cache.close()
+    twin.close()
+    assert all(not slots.used for slots in cache.store.allocators.values())
 
 
 def test_a_capture_holds_for_a_version() -> None:
