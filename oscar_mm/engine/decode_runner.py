@@ -250,8 +250,10 @@ class DecodeRunner:
         launched = None
         # Keeps the device busy while the host waits for the tokens.
         if ahead:
-            last = {row for row in rows if row is not None and row.last_comes}
-            no_more = [row is None or row.ended or row in last for row in self.rows]
+            no_more = [
+                row is None or row.ended or (row is old and row.last_comes)
+                for row, old in zip(self.rows, rows, strict=True)
+            ]
             piece = None if self.piece is None or self.piece.logits is not None else self.piece
             begin = None if piece is None else DeviceTimer(self._device)
             steps.ahead(self._tokens, _flags(no_more), piece)

@@ -212,7 +212,8 @@ class PrefixCache:
 
         Args:
             prompt: prompt of a single row.
-            state: present state of processor and model; only entries with an equal state match.
+            state: present state of processor and model; only entries of the same weights and
+                adapter match, and only media of the same processor settings.
         """
         ids, best, longest, shared = _ids(prompt), None, MIN_TOKENS - 1, 0
         for entry in self._by_key.get(_key(prompt, ids[:-1]), ()):

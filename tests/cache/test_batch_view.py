@@ -274,6 +274,26 @@ def test_a_row_that_leaves_takes_its_slots_along(model, gone: str) -> None:
     assert store.memory().used_bytes == other.store.memory().used_bytes
 
 
+def test_a_cache_takes_the_row_of_one_that_left(model) -> None:
+    store = PageStore("standard")
+    caches, alone = caches_of(model, store, (200, 90, 137)), PageStore("standard")
+    others = caches_of(model, alone, (137, 90))
+    view = BatchView(store)
+    view.set_rows(caches[:2])
+    view.clear_row(0)
+    caches[0].close()
+    view.set_row(0, caches[2])
+    for step in range(30):
+        tokens, place = ids(1, step), torch.tensor([[137 + step], [90 + step]])
+        with torch.inference_mode():
+            found = model(
+                input_ids=tokens.expand(2, 1), position_ids=place, **as_argument(view)
+            ).logits[:, -1]
+        expected = torch.stack([read(model, other, tokens) for other in others])
+        torch.testing.assert_close(found, expected, atol=5e-4, rtol=5e-4)
+    assert store.memory().used_bytes == alone.memory().used_bytes
+
+
 def test_what_is_no_row(model) -> None:
     store = PageStore("channel")
     view = BatchView(store)

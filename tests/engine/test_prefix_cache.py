@@ -12,6 +12,7 @@ import pytest
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.engine.prompt import remaining
+from oscar_mm.pages.layout import PAGE_TOKENS
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, prepare, tone
 
@@ -170,6 +171,18 @@ def test_never_across_processor_settings(folder) -> None:
     assert pipe.prefixes.hits == 0 and read[0] > 60
     pipe([A], "What is it?", max_new_tokens=2)
     assert pipe.prefixes.hits == 1
+
+
+def test_text_is_shared_across_processor_settings(folder) -> None:
+    """They matter only to media, so that the text before an image is shared too."""
+    pipe, text = pipeline(OscarVLPipeline, folder), "What is it? " * 60
+    pipe([A], system=text, prompt="What is it?", max_new_tokens=2)
+    pipe.processor.image_processor.image_mean = [0.4, 0.5, 0.5]
+    for images, hits in (([A], 1), ([], 2)):
+        with tokens_read(pipe) as read:
+            pipe(images, system=text, prompt="Why is it?", max_new_tokens=2)
+        assert pipe.prefixes.hits == hits and pipe.prefixes.tokens_saved % PAGE_TOKENS == 0
+        assert pipe.prefixes.tokens_saved >= hits * PAGE_TOKENS and len(read) == 1
 
 
 def test_never_if_the_model_changes_during_a_prefill(folder) -> None:
