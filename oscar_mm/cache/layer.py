@@ -188,7 +188,7 @@ class OscarLayer(CacheLayerMixin):
             overflow: copy of the flag; by default, the flag is copied here.
         """
         twin = OscarLayer.__new__(OscarLayer)
-        twin.__dict__ |= self.__dict__  # ``copy.copy`` takes longer, for each of many layers.
+        vars(twin).update(vars(self))  # ``copy.copy`` takes longer, for each of many layers.
         twin._cache = weakref.ref(cache)
         if self.is_initialized:
             twin.overflow = self.overflow.clone() if overflow is None else overflow
