@@ -17,6 +17,13 @@ def shorten_loading() -> None:
         transformers.PreTrainedConfig.__repr__ = object.__repr__
     for name in ("kaiming_uniform_", "uniform_", "normal_", "ones_", "zeros_"):
         setattr(torch.nn.init, name, _skips_meta_tensors(getattr(torch.nn.init, name)))
+    if loading := sys.modules.get("transformers.core_model_loading"):
+        # Threads cost more than copies of tiny weights. Processes that tests start do have them.
+        loading.is_env_variable_true = lambda _: True
+    # Each client of HTTP reads all certificates of the system, but no test's server has one.
+    for name in ("httpx", "httpx2"):
+        if transports := sys.modules.get(f"{name}._transports.default"):
+            transports.create_ssl_context = functools.cache(transports.create_ssl_context)
     if score_errors := sys.modules.get("oscar_mm.ops.score_errors"):
         score_errors._restored = _remembered(score_errors._restored)
 
