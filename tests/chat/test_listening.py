@@ -33,7 +33,7 @@ def pipe(qwen3_omni_talker_folder: Path) -> OscarOmniPipeline:
 @pytest.fixture(autouse=True)
 def brief(monkeypatch) -> None:
     """Random weights seldom end their speech themselves."""
-    monkeypatch.setattr(Qwen3OmniTalker, "max_frames", 24)
+    monkeypatch.setattr(Qwen3OmniTalker, "max_frames", 12)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from oscar_mm.pipelines.pipeline import Pipeline
 
 NEVER = 1 << 20
@@ -15,6 +16,12 @@ def exact(kind: type[Pipeline], folder: Path) -> Pipeline:
     pipe = kind(folder, policy="bf16", device="cpu")
     pipe.model.generation_config.eos_token_id = NEVER
     return pipe
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End speech after 20 frames; random weights say an answer of a few words in 150."""
+    monkeypatch.setattr(Qwen3OmniTalker, "max_frames", 20)
 
 
 @pytest.fixture(scope="session")
