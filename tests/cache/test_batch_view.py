@@ -195,7 +195,7 @@ def test_concatenated_prompts_and_steps_continue_as_alone(
     # few steps suffice to read what the prompts have stored.
     order = [3, 0, 2, 1]
     view.set_rows([caches[row] for row in order] + [None])
-    for step in range(10 if launches else 40):
+    for step in range(10 if launches else 24):
         tokens = torch.cat([ids(1, 77 * step + row) for row in range(5)])
         places = torch.tensor([[lengths[row] + step] for row in order] + [[0]])
         view.expect(torch.tensor([[0]] * 4 + [[-1]]))

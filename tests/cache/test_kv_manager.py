@@ -64,7 +64,7 @@ def chunks(draw: st.DrawFn, batch: int) -> np.ndarray:
     return np.array(rows)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), POLICIES, st.integers(1, 3))
 def test_any_chunks(data: st.DataObject, policy: KVPolicy, batch: int) -> None:
     numbers = Numbers(policy)
@@ -75,7 +75,7 @@ def test_any_chunks(data: st.DataObject, policy: KVPolicy, batch: int) -> None:
         check_slots(numbers.contents.store, [numbers.kv_manager])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data(), POLICIES)
 def test_any_operations_on_caches_of_one_store(data: st.DataObject, policy: KVPolicy) -> None:
     first = Numbers(policy)
@@ -174,7 +174,7 @@ def check_all(store: PageStore, caches: list[Numbers]) -> None:
     check_slots(store, [cache.kv_manager for cache in caches])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(1, 3), min_size=150, max_size=400),
     st.sampled_from([0, 32]),
@@ -458,7 +458,7 @@ def test_steady_steps_store_tokens_where_single_steps_do(bits, window: int, by_t
             numbers.check()
         numbers.advance(ids)
         other.advance(ids)
-        if step % 7 == 0:  # Attention's tables, made of arrays and of the rows' tables.
+        if step % 23 == 0:  # Attention's tables, made of arrays and of the rows' tables.
             past, now = numbers.last.past, numbers.last.steady
             if now is not None and len(now.rows) == 4:  # No table is read if all is inside.
                 shape._replace(window=5000).over([None] * 4, now)

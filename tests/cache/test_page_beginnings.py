@@ -41,7 +41,7 @@ def held(numbers: Numbers) -> dict[int, tuple[list, list[int]]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), STREAM_PAGES)
 def test_it_does_not_matter_how_tokens_come(data: st.DataObject, policy: KVPolicy) -> None:
     """Tokens arrive at once, one by one or in any pieces; also after others were forgotten."""

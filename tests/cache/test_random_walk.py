@@ -87,7 +87,7 @@ def test_any_operations(policy: str, seed: int) -> None:
     store = PageStore(POLICIES[policy])
     caches = [Twin.empty(store)]
     done = set()
-    for step in range(45):
+    for step in range(30):
         one = pick.choice(caches)
         rows, length = one.real.shape
         name = pick.choice(

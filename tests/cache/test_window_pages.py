@@ -161,7 +161,7 @@ def test_rows_join_and_leave_captured_steps(wide: Any) -> None:
             runner = GraphRunner(wide, view, len(rows), (), torch.device("cpu"), lambda run, _: run)
             runner.place([caches[row].get_seq_length() for row in rows])
             going = torch.zeros(len(rows), dtype=torch.bool)
-            for ids in tokens(50, 5, len(rows)).T:
+            for ids in tokens(40, 5, len(rows)).T:
                 with torch.inference_mode():
                     store.sweep()
                     runner.ahead(ids, going)
@@ -310,7 +310,7 @@ def chat_answers(folder: Path, tmp_path: Path) -> tuple[list[list[int]], OscarVL
     pipe.model.generation_config.eos_token_id = NEVER
     chat, found = pipe.chat(), list[list[int]]()
 
-    def ask(text: str, count: int = 16) -> None:
+    def ask(text: str, count: int = 6) -> None:
         answer = chat.ask(text, max_new_tokens=count, temperature=0)
         found.append(answer.token_ids)
 

@@ -24,7 +24,7 @@ from oscar_mm.models import SAMPLES
 from oscar_mm.pipelines.pipeline import Pipeline
 
 CARDS = sorted(map(str, (SAMPLES / "cards").glob("*.png")))
-TOKENS = 90
+TOKENS = 60
 
 
 @pytest.fixture(scope="module")

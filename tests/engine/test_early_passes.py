@@ -179,7 +179,7 @@ def test_random_waits(qwen3_vl_folder, capture, small, seed, monkeypatch) -> Non
     running = made(pipe, text(5), max_new_tokens=1000)
     pipe.engine.submit(running)
     with pipe.engine.keep_stepping(lambda: None):
-        for _ in range(40):
+        for _ in range(24):
             which = generator.randrange(len(prompts))
             request = made(pipe, prompts[which], max_new_tokens=generator.choice((1, 8, 40)))
             pipe.engine.submit(request)

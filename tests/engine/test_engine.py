@@ -294,7 +294,7 @@ def test_captured_steps_of_answers_that_come_and_go(
             "max_new_tokens": draw.choice((1, 2, 5, 12, 30)),
             "images": noise(60, 90, index) if index % 3 == 0 else None,
         }
-        for index in range(24)
+        for index in range(16)
     ]
     expected = [together(eager, [made(eager, **one)])[0] for one in requests]
     # A text that stops an answer where its step was launched ahead.
@@ -303,7 +303,7 @@ def test_captured_steps_of_answers_that_come_and_go(
         requests[4]["stop"] = texts[8:10]
         expected[4] = together(eager, [made(eager, **requests[4])])[0]
     answers = [made(pipe, **one) for one in requests]
-    left = set(draw.sample(range(24), 5)) - {4}
+    left = set(draw.sample(range(16), 4)) - {4}
     for index, answer in enumerate(answers):
         pipe.engine.submit(answer)
         steps = iter(range(draw.randint(0, 5)))

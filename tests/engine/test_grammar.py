@@ -317,12 +317,12 @@ def test_hostile_grammars_cost_little(pipe, name: str) -> None:
     """Such grammars are refused, end their own answer, or run as fast as others."""
     start = time.perf_counter()
     try:
-        begun = made(pipe, "Why?", grammar=HOSTILE[name](), temperature=1.0, max_new_tokens=60)
+        begun = made(pipe, "Why?", grammar=HOSTILE[name](), temperature=1.0, max_new_tokens=40)
     except InputError as error:
         assert len(str(error)) < 500
         assert time.perf_counter() - start < 5
         return
-    other = made(pipe, "Why?", max_new_tokens=60)
+    other = made(pipe, "Why?", max_new_tokens=40)
     for one in (begun, other):
         pipe.engine.submit(one)
     run(pipe, [begun, other])

@@ -250,7 +250,7 @@ def check_walk(folder: Path, policy: str, seed: int, steps: int, **options: Any)
 @pytest.mark.daily("mistral-whole pages", "gemma 3-stream")
 @pytest.mark.parametrize("policy", DAILY)
 def test_random_conversations_answer_as_with_all_pages(folder: Path, policy: str) -> None:
-    check_walk(folder, policy, seed=0, steps=14)
+    check_walk(folder, policy, seed=0, steps=10)
 
 
 @pytest.mark.gpu

@@ -162,7 +162,7 @@ def test_tokens_have_the_distribution_of_the_model(
     """Frequencies of the first three tokens, two of which had drafts, against the probabilities of
     the model; the penalty of a token depends on the tokens before it."""
     logits = torch.tensor([[1.0, 0.4, -1.0], [-0.5, 0.2, 0.8], [0.3, 0, 1]])
-    drafts, count = (1, 2), 3000
+    drafts, count = (1, 2), 2000
     runner = DecodeRunner(drafting.model, drafting.new_cache(), (4,), torch.device("cpu"))
     found = Counter[tuple[int, ...]]()
     torch.manual_seed(0)
@@ -282,7 +282,7 @@ def test_chats_with_drafts_answer_as_those_without(
     answers = list[list[Any]]()
     for pipe in (plain, drafting):
         chat, found = pipe.chat("Be kind."), list[Any]()
-        how = {"max_new_tokens": 24}
+        how = {"max_new_tokens": 14}
         found.append(chat.ask(QUESTION, images=[noise(64, 96)], **how))
         found.append(chat.ask("And then?", **how))
         chat.undo()
@@ -294,7 +294,7 @@ def test_chats_with_drafts_answer_as_those_without(
         found.append(chat.ask("Who?", **how))
         (tmp_path / "chat").unlink()
         answers.append([answer.token_ids for answer in found])
-        assert all(answer.drafts > 20 for answer in found) == (pipe is drafting)
+        assert all(answer.drafts > 10 for answer in found) == (pipe is drafting)
     assert answers[0] == answers[1]
 
 
@@ -495,7 +495,7 @@ def test_passes_agree_with_steps(
 
     own = text
     known.copy_(own[1:3])
-    for accepted in (0, 2, 1, 2, 0, 1) * 20:
+    for accepted in (0, 2, 1, 2, 0, 1) * 15:
         found = [runner(int(own[0]), done) for runner in (captured, eager)]
         assert (found[0] is None) == (found[1] is None)
         passes += found[0] is not None
@@ -521,11 +521,11 @@ def test_passes_agree_with_steps(
             captured.finish(accepted, int(token))
             eager.finish(accepted)
         launched += captured.is_ahead
-        if done - start > 190:
+        if done - start > 150:
             break
-    assert passes > 45 and launched > 40
+    assert passes > 30 and launched > 25
     # Without pages, pools grow in most passes, for which the host first waits for the tokens.
-    assert unknown > 20 or policy == "bf16"
+    assert unknown > 12 or policy == "bf16"
     check_close(torch.stack(found_logits), torch.stack(expected_logits))
     for cache in caches[:2]:
         assert cache.get_seq_length() == caches[2].get_seq_length() == done

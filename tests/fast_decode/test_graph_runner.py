@@ -102,7 +102,7 @@ def test_fixed_steps_pack_all_layers_at_once(oscar, monkeypatch, name: str, at_o
         monkeypatch.setattr(layer_module, operation, partial(counted, operation, run))
     how = {"policy": POLICIES[name], "requests": BATCH[:1]}
     runs = []
-    for tokens in (90, 100):
+    for tokens in (30, 40):
         answer(oscar, monkeypatch, Repeat(), tokens=tokens, **how)
         runs.append(counts.copy())
         counts.update(store=0, store_layers=0)
@@ -150,9 +150,21 @@ def test_a_capture_that_fails_leaves_the_answer(oscar, monkeypatch, caplog, afte
     assert "not permitted when stream is capturing" in message
 
 
+CHANNEL: dict[str, Any] = {"policy": "channel", "tokens": 80}
+
+
+@pytest.fixture(scope="module")
+def eager(oscar) -> list[list[int]]:
+    """The answers by steps that are not captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        return answer(oscar, patch, None, **CHANNEL)[0]
+
+
 @pytest.mark.daily("3")
 @pytest.mark.parametrize("failures", [1, 3])
-def test_a_capture_that_failed_is_tried_again(oscar, monkeypatch, caplog, failures: int) -> None:
+def test_a_capture_that_failed_is_tried_again(
+    oscar, eager, monkeypatch, caplog, failures: int
+) -> None:
     """Another thread may have broken it."""
     repeat, tries = Repeat(), []
 
@@ -162,14 +174,12 @@ def test_a_capture_that_failed_is_tried_again(oscar, monkeypatch, caplog, failur
             raise RuntimeError("operation failed due to a previous error during capture")
         return repeat(function, device)
 
-    how = {"policy": "channel", "tokens": 100}
-    eager, _ = answer(oscar, monkeypatch, None, **how)
-    assert answer(oscar, monkeypatch, record, **how)[0] == eager
-    assert repeat.replays > 30
+    assert answer(oscar, monkeypatch, record, **CHANNEL)[0] == eager
+    assert repeat.replays > 20
     assert [one.levelname for one in caplog.records].count("WARNING") == 1
 
 
-def test_captures_that_always_fail_are_given_up(oscar, monkeypatch, caplog) -> None:
+def test_captures_that_always_fail_are_given_up(oscar, eager, monkeypatch, caplog) -> None:
     tries = []
 
     def record(function, _):
@@ -179,16 +189,14 @@ def test_captures_that_always_fail_are_given_up(oscar, monkeypatch, caplog) -> N
         finally:
             raise RuntimeError("the capture is broken")
 
-    how = {"policy": "channel", "tokens": 120}
-    eager, _ = answer(oscar, monkeypatch, None, **how)
-    assert answer(oscar, monkeypatch, record, **how)[0] == eager
+    assert answer(oscar, monkeypatch, record, **CHANNEL)[0] == eager
     assert len(tries) == 4
     messages = [one.message for one in caplog.records if one.levelname == "WARNING"]
     assert ["attempt 1 of 4" in messages[0], "attempt 4 of 4" in messages[1]] == [True, True]
     assert all("the first error" in message for message in messages)
 
 
-def test_what_no_graph_can_hold_is_captured_once_only(oscar, monkeypatch, caplog) -> None:
+def test_what_no_graph_can_hold_is_captured_once_only(oscar, eager, monkeypatch, caplog) -> None:
     """Another try would find the same operation, whose reason is in the log already."""
     tries = []
 
@@ -198,9 +206,7 @@ def test_what_no_graph_can_hold_is_captured_once_only(oscar, monkeypatch, caplog
             "decode: PyTorch operations, which wait for the GPU, cannot be captured"
         )
 
-    how = {"policy": "channel", "tokens": 120}
-    eager, _ = answer(oscar, monkeypatch, None, **how)
-    assert answer(oscar, monkeypatch, record, **how)[0] == eager
+    assert answer(oscar, monkeypatch, record, **CHANNEL)[0] == eager
     assert len(tries) == 1
     assert not [one for one in caplog.records if one.levelname == "WARNING"]
 

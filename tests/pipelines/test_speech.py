@@ -424,7 +424,7 @@ def test_speech_waits_while_others_need_their_half(speaking, monkeypatch) -> Non
 
     monkeypatch.setattr(Voices, "step", takes_long)
     monkeypatch.setattr(voices, "_ended_at", time.perf_counter())
-    other = speaking.stream(**ASKED | {"speak": False, "max_new_tokens": 400})
+    other = speaking.stream(**ASKED | {"speak": False, "max_new_tokens": 200})
     spoken = speaking.stream(**ASKED, seed=LONG)
     thread = threading.Thread(target=other.complete)
     next(other)

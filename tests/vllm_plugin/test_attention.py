@@ -77,7 +77,7 @@ def test_the_last_layer_stores_for_all(further: int, tokens: int, place: dict) -
     layer.other_pages = [layer.pages.clone() for _ in range(further)]
     alone = Layer(**place, query_tokens=tokens, layers_of_tables=2)
     pairs = [(one.request(500), one.request(500)) for one in (layer, alone)]
-    for number in range(40):
+    for number in range(26):
         steps = []
         for one, (first, second) in zip((layer, alone), pairs, strict=True):
             if not number:
