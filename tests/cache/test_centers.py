@@ -98,6 +98,7 @@ def test_the_first_page_has_the_tokens_that_waited() -> None:
     assert list(centers.values()) == [[*range(min(stop, 32))]]
 
 
+@pytest.mark.daily("loaded-20-32", "forked-40-32", "cropped-20-0")
 @pytest.mark.parametrize(
     ("copied", "before", "window"), pairs(("forked", "loaded", "cropped"), (20, 40), (0, 32))
 )

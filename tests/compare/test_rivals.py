@@ -109,6 +109,7 @@ def test_what_vllm_itself_stores_in_four_and_eight_bits() -> None:
     assert torch.equal(FP8().keys(numbers), expected)
 
 
+@pytest.mark.daily("tokens")
 @pytest.mark.parametrize("axis", [1, 2], ids=["channels", "tokens"])
 def test_kvarn_does_not_mind_how_large_tokens_and_channels_are(axis: int) -> None:
     """Its point: by the deviations of both axes a tile becomes one of equal numbers."""

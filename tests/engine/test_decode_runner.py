@@ -52,7 +52,7 @@ def run(oscar: Reference, requests, *, policy="bf16", ends=frozenset(), tokens=2
     return [[token for token in row if token is not None] for row in rows], cache
 
 
-@pytest.mark.daily("qwen3_vl-oscar", "qwen3_vl_moe-oscar-None", "qwen3_vl-sdpa")
+@pytest.mark.daily("qwen3_vl-oscar-1048576", "qwen3_vl_moe-oscar-None", "qwen3_vl-sdpa")
 @pytest.mark.parametrize(
     ("attention", "end"), [("oscar", NEVER), ("oscar", None), ("sdpa", NEVER), ("eager", NEVER)]
 )

@@ -93,6 +93,7 @@ def test_logits_are_those_of_the_modules(model, policy: str) -> None:
     assert (keys[0] - keys[1]).abs().max() < 1e-4 * keys[0].abs().max()
 
 
+@pytest.mark.daily("pocket-vl")
 def test_layers_on_two_devices_are_those_on_one(model) -> None:
     """What is on the second of them comes over, eagerly and in what is recorded."""
     # Tensors on "cpu:0" say that they are on "cpu", so everything comes over every time.
@@ -181,6 +182,7 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora(x)
 
 
+@pytest.mark.daily("pocket-vl")
 @pytest.mark.parametrize("kind", [Packed, Adapted, FP8Linear])
 def test_layers_of_others_are_left_to_their_modules(model, kind: type[nn.Module]) -> None:
     changed = copy.deepcopy(model)
@@ -218,6 +220,7 @@ def test_code_that_read_hidden_states_changes_nothing() -> None:
     assert len(again) == len(hidden) and torch.allclose(again[-1], hidden[-1], atol=1e-5)
 
 
+@pytest.mark.daily("pocket-vl")
 def test_a_changed_model_is_left_to_its_modules(model) -> None:
     def watched(copied: nn.Module) -> None:
         copied.register_forward_hook(lambda *_: None)

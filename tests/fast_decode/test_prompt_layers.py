@@ -56,6 +56,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5
     assert (found - expected).abs().max() <= error * expected.abs().max()
 
 
+@pytest.mark.daily("pocket-omni-None", "pocket-llava-50", "pocket-vl-None")
 @pytest.mark.parametrize(("chunk", "most"), [(None, 16), (50, 1 << 13)])
 def test_logits_and_cache_are_those_of_the_modules(pipe, chunk, most: int) -> None:
     """At once and in chunks, with an MLP that sees all tokens and few."""
@@ -257,6 +258,7 @@ def test_rows_with_padding(pipe) -> None:
     assert_same(found[mask.bool()], expected[mask.bool()])
 
 
+@pytest.mark.daily("pocket-vl")
 def test_others_run_as_written(pipe) -> None:
     """Those with other caches; and all of them afterwards, also where reading fails."""
     prompt, layers = prompt_of(pipe), PromptLayers(pipe.model, 64)

@@ -116,6 +116,7 @@ def png_with(*texts: tuple[bytes, bytes, bytes], after: bool = False) -> bytes:
     return png[:at] + chunks + png[at:]
 
 
+@pytest.mark.daily("False-zTXt", "True-iTXt")
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt"])
 @pytest.mark.parametrize("after", [False, True])
 def test_texts_of_a_png_are_not_unpacked(kind: bytes, after: bool, tmp_path: Path) -> None:

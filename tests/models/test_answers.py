@@ -67,7 +67,7 @@ def wrong(chat: Chat, questions: list[tuple[str, str]]) -> list[tuple[str, str, 
     return found
 
 
-@pytest.mark.daily("pocket-vl-cards-channel")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 @pytest.mark.parametrize(("name", "shown"), ASKED)
 def test_questions_about_the_example_media(name: str, shown: str, policy: str) -> None:

@@ -41,13 +41,14 @@ def text_of(words: int) -> str:
 @pytest.mark.daily("pocket-vl-1")
 @pytest.mark.parametrize("pictures", [0, 1])
 def test_prompts_of_1_to_300_tokens(pipe: Pipeline, pictures: int) -> None:
-    for words in LENGTHS[:: 1 + pictures]:
+    for words in LENGTHS[:: 1 + 2 * pictures]:
         for most in (1, 2 + words % 30):
             report = pipe(CARDS[:pictures], text_of(words), max_new_tokens=most).memory
             check(report)
     assert sum(report.tokens.values()) > 300
 
 
+@pytest.mark.daily("pocket-vl-300", "pocket-llava-1000")
 @pytest.mark.parametrize(("words", "least"), [(300, 2.8), (1000, 4.4)])
 def test_from_300_tokens_on_most_is_saved(pipe: Pipeline, words: int, least: float) -> None:
     report = pipe([], text_of(words), max_new_tokens=4).memory

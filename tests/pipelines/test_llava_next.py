@@ -59,7 +59,7 @@ def text_model(pipe: OscarVLPipeline) -> str:
     return pipe.model.config.text_config.model_type
 
 
-@pytest.mark.daily("llava-text", "vicuna-image", "llava-two images", "llava-tiles of every shape")
+@pytest.mark.daily("vicuna-image", "llava-tiles of every shape")
 @pytest.mark.parametrize("name", LLAVA_REQUESTS)
 def test_16_bit_cache_is_plain_transformers(pipe, plain, name: str) -> None:
     request = LLAVA_REQUESTS[name]

@@ -100,7 +100,7 @@ def same_prompt(omni: OscarOmniPipeline, media: Media, inputs: Any) -> None:
     assert ours.keys() == inputs.keys() - {"attention_mask"}
 
 
-@pytest.mark.daily("text", "two images", "everything")
+@pytest.mark.daily("everything")
 @pytest.mark.parametrize("name", REQUESTS)
 def test_16_bit_cache_is_plain_transformers(omni, plain, name: str) -> None:
     media = omni.read_media(**REQUESTS[name])

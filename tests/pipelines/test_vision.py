@@ -36,7 +36,7 @@ def check_same_tokens(pipe: OscarVLPipeline, reference: Reference, name: str) ->
     assert answer.text == reference.processor.decode(expected, skip_special_tokens=True)
 
 
-@pytest.mark.daily("text", "two images", "image and video")
+@pytest.mark.daily("image and video")
 @pytest.mark.parametrize("name", REQUESTS)
 def test_16_bit_cache_is_plain_transformers(qwen, reference, name: str) -> None:
     check_same_tokens(qwen, reference, name)
@@ -98,7 +98,7 @@ def test_end_token_ends_the_answer_and_is_not_part_of_it(qwen3_vl_folder) -> Non
     assert empty.timings.decode_s == empty.timings.tokens_per_s == 0
 
 
-@pytest.mark.daily("oscar", "kivi", "quarot")
+@pytest.mark.daily("oscar")
 @pytest.mark.parametrize("policy", KVPolicy.preset_names())
 def test_every_preset_answers(qwen3_vl_folder, policy: str) -> None:
     pipe = OscarVLPipeline(qwen3_vl_folder, policy=policy, device="cpu")

@@ -39,7 +39,7 @@ def is_exact(layer: Layer, request: Request) -> bool:
     return float((found - packed).norm() / packed.norm()) > 0.01
 
 
-@pytest.mark.daily("cpu-0-4", "cpu-64-0", "cpu-128-64")
+@pytest.mark.daily("cpu-0-4", "cpu-128-64")
 @pytest.mark.parametrize(("window", "sinks"), [(0, 0), (0, 4), (32, 4), (64, 0), (128, 64)])
 def test_decoding_after_prompts(window: int, sinks: int, place: dict) -> None:
     """Requests of several lengths, in rows that move, decode past the ends of blocks."""
