@@ -146,10 +146,11 @@ class AnswerTimes:
         self._metrics, self._arrival, self._last = metrics, arrival, arrival
         self.count = 0
 
-    def note(self, written: int) -> None:
+    def note(self, written: int | None = None) -> None:
         """Record that the text of the first ``written`` tokens has arrived, that of the new ones as
-        if at even intervals since the last call."""
+        if at even intervals since the last call; by default, that of one more token."""
         metrics, now = self._metrics, perf_counter()
+        written = self.count + 1 if written is None else written
         if not self.count:
             metrics.first_token_seconds.observe(now - self._arrival)
             self.count, self._last = 1, now

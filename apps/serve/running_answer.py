@@ -206,7 +206,9 @@ class RunningAnswer:
                 self._add([step])
         return None
 
-    def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer], written: int = 0) -> None:
+    def _add(
+        self, pieces: Sequence[Piece | Speech | CompletedAnswer], written: int | None = None
+    ) -> None:
         """Buffer pieces that have just arrived, and record them in the metrics.
 
         Args:
@@ -222,7 +224,7 @@ class RunningAnswer:
                 has_text = True
             self._pieces.append(piece)
         if has_text:
-            self._times.note(written or self._times.count + 1)
+            self._times.note(written)
 
     def _tokens_read(self, running: Request) -> int:
         """Return the tokens of earlier turns and of the prompt that were not in a cache."""
