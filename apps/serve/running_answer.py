@@ -154,9 +154,9 @@ class RunningAnswer:
         running_request = self._running_request
         if running_request is None or self._is_ending:
             return
-        pieces, written = running_request.take_pieces(), running_request.output_tokens
-        self._add(pieces, written)
-        self.slot.cost = token_cost(self._tokens_read(running_request), written)
+        self._add(running_request.take_pieces())
+        read, written = self._tokens_read(running_request), running_request.output_tokens
+        self.slot.cost = token_cost(read, written)
         # After ``take_pieces``, which ends the request if the tokenizer fails. Pieces that come
         # later go to the thread.
         if running_request.is_over:
@@ -206,15 +206,8 @@ class RunningAnswer:
                 self._add([step])
         return None
 
-    def _add(
-        self, pieces: Sequence[Piece | Speech | CompletedAnswer], written: int | None = None
-    ) -> None:
-        """Buffer pieces that have just arrived, and record them in the metrics.
-
-        Args:
-            pieces: the pieces.
-            written: number of tokens so far, if it is known.
-        """
+    def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer]) -> None:
+        """Buffer pieces that have just arrived, and record their tokens in the metrics."""
         has_text = False
         for piece in filter(None, pieces):
             if isinstance(piece, CompletedAnswer):
@@ -223,8 +216,9 @@ class RunningAnswer:
             elif not isinstance(piece, Speech):
                 has_text = True
             self._pieces.append(piece)
-        if has_text:
-            self._times.note(written)
+        if has_text and self._chat is not None and (writing := self._chat.answering) is not None:
+            # All tokens so far: further ones may have come since the pieces were taken.
+            self._times.note(len(writing.written.token_ids))
 
     def _tokens_read(self, running: Request) -> int:
         """Return the tokens of earlier turns and of the prompt that were not in a cache."""

@@ -23,6 +23,7 @@ from starlette.responses import StreamingResponse
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.chat.chat import Chat
 from oscar_mm.engine.detokenizer import Detokenizer
+from oscar_mm.engine.request import Request
 from tests.apps.serve.conftest import image, png, served, started, text, user
 from tests.apps.serve.test_server import ask, client_of, metrics
 from tests.pipelines.conftest import NEVER
@@ -595,6 +596,39 @@ def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> No
     assert counted['oscar_mm_tokens_total{kind="completion"}'] == 120
     # Each piece has an interval, also if several are sent together.
     assert counted["oscar_mm_inter_token_seconds_count"] > len(usual) + len(rare)
+
+
+def test_a_token_that_comes_while_pieces_are_taken(omni, monkeypatch) -> None:
+    """Its piece is sent without waiting for the next token, and it is counted once."""
+    take_pieces, takes, sent = Request.take_pieces, list[Request](), threading.Event()
+    begun = threading.Event()
+    awaited = iter([begun])
+
+    def take_before_the_first_token(self: Request) -> list[Any]:
+        pieces = take_pieces(self)
+        if not takes:
+            takes.append(self)
+            begun.set()
+            eventually(lambda: self.is_ready)
+        return pieces
+
+    def wait(*_: Any) -> None:
+        next(awaited, sent).wait(20)  # The prompt's pass, and later ones.
+
+    monkeypatch.setattr(Request, "take_pieces", take_before_the_first_token)
+    hook = omni.model.get_decoder().layers[0].register_forward_pre_hook(wait)
+    try:
+        with served(omni) as address, asking(address, stream=True) as asked:
+            answer = asked.getresponse()
+            while b'"delta": {"content"' not in (line := answer.readline()):
+                assert line
+            assert not sent.is_set()
+            sent.set()
+            answer.read()
+            assert metrics(address, None)['oscar_mm_tokens_total{kind="completion"}'] == 6
+    finally:
+        sent.set()
+        hook.remove()
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from oscar_mm.apps.serve.spoken import (
 )
 from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from tests.apps.serve.conftest import image, png, served, sound, text, user, wav
+from tests.apps.serve.test_server import metrics
 from tests.pipelines.conftest import NEVER
 from tests.thinking import ids_of, saying
 from tests.tool_template import CALL, FIND, with_tools
@@ -148,6 +149,16 @@ def test_calls_without_a_token_are_refused_with_audio(pipe, talk, monkeypatch) -
     with pytest.raises(openai.BadRequestError, match="would be spoken"):
         talk.chat.completions.create(**ASKED | {"tools": [FIND]})
     pipe.family.__dict__.pop("tool_format", None)
+
+
+def test_frames_of_speech_are_not_counted_as_tokens(pipe, monkeypatch) -> None:
+    # As if sending took fifty times as long, so that text and speech are sent together.
+    monkeypatch.setattr("oscar_mm.apps.serve.service._SENDING_SHARE", 0.3 / 50)
+    with served(pipe, max_request_bytes=1_000_000) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            asked = ASKED | {"audio": {"voice": "Chelsie", "format": "pcm16"}, "max_tokens": 30}
+            assert list(client.chat.completions.create(**asked, stream=True))
+        assert metrics(address, None)['oscar_mm_tokens_total{kind="completion"}'] == 30
 
 
 def _audio(chunk: Any) -> dict[str, Any]:
