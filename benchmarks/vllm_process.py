@@ -118,9 +118,17 @@ def wait_to_begin(spec: dict[str, Any]) -> None:
     """Wait, in the child process, until it may begin; exit if its parent has ended."""
     begin = Path(spec["begin"])
     while not begin.exists():
-        if not psutil.pid_exists(spec["parent"]):
+        if _has_ended(spec["parent"]):
             sys.exit("the benchmark that started this process has ended")
         sleep(_POLL_SECONDS)
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process has ended, even if nobody has asked for its exit code."""
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def waiting_worker(spec: dict[str, Any]) -> dict[str, str]:

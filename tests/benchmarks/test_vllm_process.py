@@ -58,9 +58,12 @@ def test_it_waits_as_long_as_its_parent_runs(tmp_path: Path) -> None:
     wait_to_begin({"begin": str(begin), "parent": os.getppid()})
     assert monotonic() - start >= 0.2
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
+    never = {"begin": f"{begin}-never", "parent": ended.pid}
     with pytest.raises(SystemExit, match="has ended"):
-        wait_to_begin({"begin": f"{begin}-never", "parent": ended.pid})
+        wait_to_begin(never)
+    ended.wait()  # Until now, the system knew the process.
+    with pytest.raises(SystemExit, match="has ended"):
+        wait_to_begin(never)
 
 
 def test_a_worker_of_vllm_waits_before_it_uses_the_gpu(
