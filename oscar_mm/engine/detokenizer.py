@@ -63,12 +63,15 @@ class Detokenizer:
     def push(self, *tokens: int) -> str:
         """Add tokens and return the text that has become final, perhaps empty.
 
-        Tokens that are added together are decoded together, unless there are stop strings.
+        Tokens that are added together are decoded together, unless there are stop strings, or bytes
+        that are no text: what becomes of these depends on the tokens that are decoded at once.
         """
-        if self._stop and len(tokens) > 1:
-            return "".join(self.push(token) for token in tokens if not self.stopped)
         self.token_ids += tokens
-        self._take(self._new_text(whole_characters=True))
+        text = self._text()
+        if len(tokens) > 1 and (self._stop or "\ufffd" in text[len(self._known) :]):
+            del self.token_ids[-len(tokens) :]
+            return "".join(self.push(token) for token in tokens if not self.stopped)
+        self._take(self._new(text, whole_characters=True))
         if not self._stop or len(self.token_ids) <= self._min_tokens:
             return self._give(len(self._pending))
         last = self._up_to_stop()
@@ -80,7 +83,7 @@ class Detokenizer:
         """Return the withheld text, including incomplete characters."""
         if self.stopped:
             return ""
-        self._take(self._new_text(whole_characters=False))
+        self._take(self._new(self._text(), whole_characters=False))
         last = self._up_to_stop()
         return self._give(len(self._pending)) if last is None else last
 
@@ -102,13 +105,17 @@ class Detokenizer:
             self._pending = self._pending.lstrip(self._lead)
             self._lead = "" if self._pending else self._lead
 
-    def _new_text(self, whole_characters: bool) -> str:
-        """Return the text that tokens have added since the last call.
+    def _text(self) -> str:
+        """Return the text of the newest tokens, and of those before them that are decoded again."""
+        return self._decode(self._before + self.token_ids[self._context :])
+
+    def _new(self, text: str, *, whole_characters: bool) -> str:
+        """Return what tokens have added to the text since the last call.
 
         Args:
+            text: the present ``_text``.
             whole_characters: whether to return "" while the text ends with an incomplete character.
         """
-        text = self._decode(self._before + self.token_ids[self._context :])
         known = self._known
         # tokenizers.DecodeStream is not an option: it raises if invalid UTF-8 changes the decoding
         # of the bytes before it, as with the byte fallback of Llama and Mistral.

@@ -111,6 +111,18 @@ def test_tokens_that_come_together(groups: list[list[int]], stop: tuple[str, ...
     assert "".join(given_out) == "".join(expected) and text.stop_text == alone.stop_text
 
 
+@pytest.mark.parametrize("count", [2, 3, 100])
+def test_bytes_that_are_no_text_come_together(count: int) -> None:
+    """They leave the text before them as it is, as when they come alone."""
+    names = ["a", "<0x41>", "<0xE2>", "<0x82>", "\u2581the", "<0x42>", "<0xFF>", "<0x43>", "b"]
+    tokens = BYTE_FALLBACK.convert_tokens_to_ids(names)
+    expected, _ = pieces(BYTE_FALLBACK, tokens)
+    text = Detokenizer(BYTE_FALLBACK)
+    groups = [tokens[start : start + count] for start in range(0, len(tokens), count)]
+    given_out = [*(text.push(*group) for group in groups), text.finish()]
+    assert "".join(given_out) == "".join(expected) != decoded(BYTE_FALLBACK, tokens)
+
+
 def test_a_character_comes_whole() -> None:
     tokens = BYTE_LEVEL("\U0001f642")["input_ids"]
     assert len(tokens) == 4
