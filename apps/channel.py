@@ -6,8 +6,8 @@ request's number, a kind and a value. The connection process sends the first fiv
 application process the others:
 
 - ``open``: a request has arrived; the value is its ASGI scope.
-- ``event``: the next ASGI event of a request, which ``receive`` asked for; the first one comes
-  without being asked for, unless ``waits_to_send`` says otherwise.
+- ``event``: the next ASGI event of a request, which ``receive`` asked for; the first one is sent
+  unasked, unless the client ``awaits_continue``.
 - ``acked``: size of the events of an answer (``payload_size``) that were sent to the client since
   the previous such message; so the application knows how much is on its way.
 - ``lost``: the client can get no more events of an answer; the value says why.
@@ -39,9 +39,9 @@ Kind = Literal[
 _LENGTH_BYTES = 4
 
 
-def waits_to_send(scope: Mapping[str, Any]) -> bool:
-    """Return whether a client waits until the application reads its request before it sends the
-    body (``Expect: 100-continue``), so that it need not send the body of a refused request."""
+def awaits_continue(scope: Mapping[str, Any]) -> bool:
+    """Return whether the client sends the body only after the application begins to read it
+    (``Expect: 100-continue``), so that it need not send the body of a refused request."""
     return any(name == b"expect" for name, _ in scope["headers"])
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size, waits_to_send
+from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, awaits_continue, payload_size
 from oscar_mm.apps.connections import ConnectionLimits, server_config
 
 _ACK_BYTES = 1 << 14
@@ -79,8 +79,8 @@ class Forwarder:
             task.add_done_callback(receiving.discard)
 
         self._requests[number] = messages, ask
-        if not waits_to_send(scope):
-            ask()  # Before "open" is put, so that usually one message has both.
+        if not awaits_continue(scope):
+            ask()  # Before "open" is queued, so that both are usually sent together.
         # The state belongs to this process's own lifespan.
         self.channel.put(number, "open", {k: v for k, v in scope.items() if k != "state"})
         try:

@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Scope
 
-from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, payload_size, waits_to_send
-from oscar_mm.apps.serve.event_stream import WRITE
+from oscar_mm.apps.channel import ABORT, READY, STOP, Channel, awaits_continue, payload_size
+from oscar_mm.apps.serve.event_stream import TRY_SEND
 from oscar_mm.apps.serve.server import Server
 
 _CONNECTION_PROCESS = "oscar_mm.apps.connection_process"
@@ -95,7 +95,7 @@ class ApplicationServer(Server):
     async def _answer(self, exchange: _Exchange) -> None:
         """Run the application for a request, and report its end."""
         failure, scope = None, exchange.scope
-        extensions = {**scope.get("extensions", {}), WRITE: exchange.write}
+        extensions = {**scope.get("extensions", {}), TRY_SEND: exchange.try_send}
         try:
             await self._app({**scope, "extensions": extensions}, exchange.receive, exchange.send)
         except Exception:
@@ -144,7 +144,7 @@ class _Exchange:
         self.number, self.scope, self._channel = number, scope, channel
         self.task: asyncio.Task[None] | None = None
         self._events = asyncio.Queue[Message]()
-        self._has_asked, self._in_flight, self._lost = not waits_to_send(scope), 0, ""
+        self._has_asked, self._in_flight, self._lost = not awaits_continue(scope), 0, ""
         self._changed = asyncio.Event()
         """Set by each message, since ``acked`` and ``lost`` end a wait of ``send``."""
 
@@ -187,8 +187,8 @@ class _Exchange:
             raise OSError(self._lost)
         self._put(event)
 
-    def write(self, part: Callable[[], bytes]) -> bool:
-        """Send a part of the body without waiting; see ``WRITE``."""
+    def try_send(self, part: Callable[[], bytes]) -> bool:
+        """Send a part of the body if it need not wait; see ``TRY_SEND``."""
         if self._lost or not self._can_send:
             return False
         self._put({"type": "http.response.body", "body": part(), "more_body": True})

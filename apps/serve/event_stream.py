@@ -20,11 +20,11 @@ from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.engine.speech import Speech
 from oscar_mm.tool_parsers.parser import Piece
 
-WRITE = "oscar_mm.write"
-"""ASGI extension: a function that sends a part of a body without waiting for the client.
+TRY_SEND = "oscar_mm.try_send"
+"""ASGI extension: a function that sends a part of the body unless it would have to wait.
 
-Its argument is a function that returns the part, in bytes. It returns True; if the part would have
-to wait, it does not call the function and returns False.
+Its argument is a function that returns the part, in bytes. It returns whether the part was sent; if
+not, it has not called its argument.
 """
 
 
@@ -98,27 +98,28 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, then end the answers."""
         answer, *others = self._answers.answers
-        if (write := scope.get("extensions", {}).get(WRITE)) is not None and not others:
-            answer.send_now = partial(_send_now, write, self._written)
+        try_send = scope.get("extensions", {}).get(TRY_SEND)
+        if try_send is not None and not others:
+            answer.try_send = partial(_try_send, try_send, self._written)
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._answers.end()
 
 
-def _send_now(
-    write: Callable[[Callable[[], bytes]], bool],
+def _try_send(
+    try_send: Callable[[Callable[[], bytes]], bool],
     written: AnswerFormat,
     pieces: Iterator[Piece],
     take_logprobs: Callable[[], Sequence[TokenLogprob] | None],
 ) -> bool:
-    """Send the events for pieces of the only answer; see ``RunningAnswer.send_now``."""
+    """Send the events for pieces of the only answer; see ``RunningAnswer.try_send``."""
 
     def part() -> bytes:
         events = (event for piece in pieces for event in written.piece(0, piece, take_logprobs()))
-        return b"".join(x.encode() if isinstance(x, str) else x for x in events)
+        return b"".join(event.encode() if isinstance(event, str) else event for event in events)
 
-    return write(part)
+    return try_send(part)
 
 
 async def _events(

@@ -81,9 +81,9 @@ class Metrics:
             registry=self.registry,
         )
 
-        def times(name: str, text: str) -> Times:
-            self.registry.register(made := Times(name, text))
-            return made
+        def times(name: str, text: str) -> TimeHistogram:
+            self.registry.register(histogram := TimeHistogram(name, text))
+            return histogram
 
         self.queue_seconds = times(
             "oscar_mm_queue_seconds", "Time that a request waited until it got its slots"
@@ -100,11 +100,11 @@ class Metrics:
         self.registry.register(_PipelineCollector(conversations))
 
 
-class Times(Collector):
-    """Histogram of times that records equal times together.
+class TimeHistogram(Collector):
+    """Histogram of times that records equal times in one call.
 
-    With prometheus_client's own histogram, recording the times between tokens one by one took a
-    fifth of the time in which pieces were sent.
+    prometheus_client's own histogram takes one call for each time; recording the times between
+    tokens that way took a fifth of the time in which pieces were sent.
 
     Args:
         name: name of the metric.
@@ -147,18 +147,21 @@ class AnswerTimes:
         self.count = 0
 
     def note(self, written: int | None = None) -> None:
-        """Record that the text of the first ``written`` tokens has arrived, that of the new ones as
-        if at even intervals since the last call; by default, that of one more token."""
+        """Record new tokens, as if they had come at even intervals since the last call.
+
+        Args:
+            written: number of tokens of the answer whose text has arrived; by default, one more.
+        """
         metrics, now = self._metrics, perf_counter()
         written = self.count + 1 if written is None else written
         if not self.count:
             metrics.first_token_seconds.observe(now - self._arrival)
             self.count, self._last = 1, now
-        # A token may have been counted before its text arrived.
+        # An earlier call may have counted the tokens of this text.
         if (tokens := written - self.count) <= 0:
             return
         metrics.inter_token_seconds.observe((now - self._last) / tokens, tokens)
-        # Tokens without text may not be noted, and so ``end`` counts the rest.
+        # Not called for tokens without text, so ``end`` counts the rest.
         metrics.completion_tokens.inc(tokens)
         self.count, self._last = written, now
 

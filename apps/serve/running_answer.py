@@ -27,7 +27,7 @@ from oscar_mm.errors import MemoryBusy
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
 
-SendNow = Callable[[Iterator[Piece], Callable[[], Sequence[TokenLogprob] | None]], bool]
+TrySend = Callable[[Iterator[Piece], Callable[[], Sequence[TokenLogprob] | None]], bool]
 
 
 class RunningAnswer:
@@ -45,9 +45,9 @@ class RunningAnswer:
         arrival: ``perf_counter()`` when the request arrived.
 
     Attributes:
-        send_now: function that sends pieces and their log-probabilities, which it takes by the
-            functions in its arguments, and returns True; if the client is slow, it takes nothing
-            and returns False. None if pieces can only be sent by a task.
+        try_send: function that sends pieces unless the client is slow, and returns whether it has.
+            Its arguments are an iterator of pieces and ``take_logprobs``; it uses neither if it
+            returns False. None if only the task of the stream can send pieces.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RunningAnswer:
         self.request, self.gone = request, gone
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[Piece | Speech | CompletedAnswer] = deque()
-        self.send_now: SendNow | None = None
+        self.try_send: TrySend | None = None
         self._changed: asyncio.Future[None] | None = None
         """Future that is done when pieces arrive, the thread ends, or the answer must end."""
         self._steps = conversations.answer_steps(request)
@@ -162,20 +162,25 @@ class RunningAnswer:
         if running_request.is_over:
             self._running_request = None
             self._start_thread()
-        if self._pieces and self.request.stream and not self._sent_now():
+        if self._pieces and self.request.stream and not self._try_send():
             self._wake()
 
-    def _sent_now(self) -> bool:
-        """Send the buffered pieces if the task of the stream would do just that; return whether it
-        need not be woken. Its turn takes longer than all else that is done to send a piece."""
+    def _try_send(self) -> bool:
+        """Send the buffered pieces in place of the task of the stream, if it waits for them.
+
+        Waking the task would take longer than everything else that it takes to send a piece.
+
+        Returns:
+            Whether the task need not be woken.
+        """
         waiting, pieces = self._changed, self._pieces
-        if self.send_now is None or waiting is None or waiting.done():
+        if self.try_send is None or waiting is None or waiting.done():
             return False
         if any(isinstance(piece, Speech | CompletedAnswer) for piece in pieces):
             return False
         try:
-            return self.send_now(cast("Iterator[Piece]", joined(pieces)), self.take_logprobs)
-        except Exception as error:  # Of this answer alone: others are sent in the same turn.
+            return self.try_send(cast("Iterator[Piece]", joined(pieces)), self.take_logprobs)
+        except Exception as error:  # Must end this answer only: the caller goes on to others.
             waiting.set_exception(error)
             return True
 
@@ -262,7 +267,7 @@ class RunningAnswer:
             queue.release(self.slot)
 
     async def _end_thread(self, thread: asyncio.Future[None]) -> None:
-        """Cancel the work of a thread, or the running request; wait until the thread ends."""
+        """Cancel the answer unless it has ended, and wait until its thread ends."""
         if self._chat is not None and not (thread.done() and self._running_request is None):
             self._chat.cancel()
         # The error of the thread is no longer needed.

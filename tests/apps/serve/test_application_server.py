@@ -100,8 +100,10 @@ def events(address: str, path: str, body: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("waits", [(False,), (False, True, True), (True,)])
 def test_streams_have_the_text_of_whole_answers(two_processes, monkeypatch, waits) -> None:
     """In every API, also if some pieces have to wait for the client."""
-    write, turns = _Exchange.write, cycle(waits)
-    monkeypatch.setattr(_Exchange, "write", lambda x, part: not next(turns) and write(x, part))
+    try_send, turns = _Exchange.try_send, cycle(waits)
+    monkeypatch.setattr(
+        _Exchange, "try_send", lambda exchange, part: not next(turns) and try_send(exchange, part)
+    )
     usual = {"temperature": 0, "seed": 3}
     asked: dict[str, Any] = usual | {"messages": [user("Why?")], "max_tokens": 40}
     chat, address = "/v1/chat/completions", two_processes[1]

@@ -10,7 +10,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus-client")
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from oscar_mm.apps.serve.metrics import _SECONDS, AnswerTimes, Metrics, Times
+from oscar_mm.apps.serve.metrics import _SECONDS, AnswerTimes, Metrics, TimeHistogram
 
 
 class Store:
@@ -42,7 +42,7 @@ def test_times_are_those_of_a_usual_histogram(monkeypatch) -> None:
     monkeypatch.setattr("prometheus_client.metrics._use_created", False)
     usual, ours = CollectorRegistry(), CollectorRegistry()
     expected = Histogram("waits", "Waits", buckets=_SECONDS, registry=usual)
-    ours.register(times := Times("waits", "Waits"))
+    ours.register(times := TimeHistogram("waits", "Waits"))
     for seconds, count in ((0.0, 1), (0.001, 3), (0.0625, 2), (1.0, 1), (120.5, 4)):
         times.observe(seconds, count)
         for _ in range(count):
