@@ -51,18 +51,21 @@ class BatchView(OscarCache):
         """
         self._caches = list(caches)
         self.kv_manager.sequences[:] = [_row_of(cache) for cache in caches]
-        self._begin_rows()
+        self._apply_rows()
 
     def set_row(self, place: int, cache: OscarCache) -> None:
         """Replace an empty row with a cache that ``can_take`` accepts."""
         self._caches[place] = cache
         self.kv_manager.sequences[place] = _row_of(cache)
-        self._begin_rows()
+        self._apply_rows()
 
-    def _begin_rows(self) -> None:
+    def _apply_rows(self) -> None:
+        """Take layers from the rows if there are none, and drop what belonged to earlier rows."""
         self.kv_manager.changes += 1
         if not self.layers:
-            source = next((one for one in self._caches if one is not None and one.layers), None)
+            source = next(
+                (cache for cache in self._caches if cache is not None and cache.layers), None
+            )
             if source is not None:
                 self.take_layers(source)
                 self.replayed(StepPlan())

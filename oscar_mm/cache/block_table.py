@@ -179,13 +179,13 @@ class PlannedSlots:
     Attributes:
         given: kind, allocated slot, and its ``SlotPool.uses``.
         owners: kind, slot whose owners were queried, and their number.
-        left: kind, and page of which the row takes a copy and ceases to be an owner.
+        replaced: kind, and shared page that the row replaces by a copy of its own.
     """
 
     def __init__(self) -> None:
         self.given: list[tuple[Bits, int, int]] = []
         self.owners: list[tuple[Bits, int, int]] = []
-        self.left: list[tuple[Bits, int]] = []
+        self.replaced: list[tuple[Bits, int]] = []
 
     def hold(
         self, allocators: Mapping[Bits, SlotPool], earlier: Container[tuple[Bits, int]] = ()
@@ -241,9 +241,9 @@ class DryRunSlots:
         self._given.add(slot)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Record pages; 16-bit slots are in ``TokenPlacer.freed``. A dry run releases no slots."""
+        """Record pages to release with the step; ``TokenPlacer.freed`` has the 16-bit slots."""
         if self._bits != PLAIN:
-            self.row.left += [(self._bits, slot) for slot in slots]
+            self.row.replaced += [(self._bits, slot) for slot in slots]
 
     def is_shared(self, slot: int) -> bool:
         """Return whether a slot has more than one owner."""

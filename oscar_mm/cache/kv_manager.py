@@ -558,7 +558,7 @@ class _PlannedRow(NamedTuple):
         sequence.streams, sequence.stored = self.table.streams, self.table.stored
         sequence.spare = self.table.spare
         allocators[PLAIN].release(self.freed)
-        for bits, page in self.slots.left:
+        for bits, page in self.slots.replaced:
             allocators[bits].release([page])
 
 
@@ -619,7 +619,7 @@ class _PlannedStep(NamedTuple):
         for bits, slots in kv_manager.allocators.items():
             slots.claim([slot for kind, slot, _ in given if kind == bits])
         claimed = {(bits, slot) for bits, slot, _ in given}
-        step.copies = [one for one in self.step.copies if (one[0], one[2]) in claimed]
+        step.copies = [copy for copy in self.step.copies if (copy[0], copy[2]) in claimed]
         for index in _others(sequences, step.steady):
             row = self.rows.get(index)
             if row is None or not continues[index]:

@@ -353,15 +353,15 @@ class DecodeRunner:
 
         Args:
             joining: place and state of each new row.
-            tokens: (batch,) ids of the last tokens of the others, which the host does not know yet.
+            tokens: (batch,) ids of the last tokens of the other rows, which only the device knows.
             steps: runner of the following step.
         """
         table = np.empty((3, len(joining)), np.int64)
         for index, (place, row) in enumerate(joining):
             table[:, index] = place, row.tokens[-1], row.position
-        places, own, positions = upload(table, self._device)
+        places, new_tokens, positions = upload(table, self._device)
         steps.join(places, positions, _adapters(self.rows))
-        return tokens.index_copy(0, places, own)
+        return tokens.index_copy(0, places, new_tokens)
 
     def _steps(self, rows: int) -> GraphRunner:
         if rows not in self._by_size:

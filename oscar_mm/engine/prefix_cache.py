@@ -71,8 +71,8 @@ class ReaderState(NamedTuple):
     """What keys and values depend on, apart from tokens and media.
 
     Attributes:
-        processor: SHA-256 of the processor's settings, on which only those of media depend; None
-            for a prompt without media.
+        processor: SHA-256 of the processor's settings, which matter to media only; None for a
+            prompt without media.
         weights: state of the model's weights and adapters, see ``PrefillRunner.state``.
         adapter: digest of the adapter that the prompt chooses; None for none.
     """
@@ -81,10 +81,14 @@ class ReaderState(NamedTuple):
     weights: object
     adapter: str | None
 
+    def has_same_model(self, other: ReaderState) -> bool:
+        """Return whether weights and adapters are the same."""
+        return (self.weights, self.adapter) == (other.weights, other.adapter)
+
 
 _Key = tuple[str, bytes]
-"""Salt of a prompt, and its first ``MIN_TOKENS`` ids. A comparison with all tokens of all entries
-would take milliseconds."""
+"""Salt of a prompt, and bytes of its first ``MIN_TOKENS`` ids. A prompt is compared only with
+entries that have its key: comparing it with all tokens of all entries would take milliseconds."""
 
 
 def _key(prompt: Prompt, ids: np.ndarray) -> _Key:
@@ -113,7 +117,7 @@ class _Entry:
 
         If all media of a prompt attend to each other, all of them are shared, or none.
         """
-        if state[1:] != self.state[1:]:
+        if not state.has_same_model(self.state):
             return 0
         length = min(len(ids), len(self.ids))
         differs = ids[:length] != self.ids[:length]
@@ -122,8 +126,12 @@ class _Entry:
         for index, span in enumerate(prompt.media):
             if span.start >= length:
                 break
-            same = state.processor == self.state.processor and index < len(self.media)
-            if not (same and _same_content(span, self.media[index])) or span.stop > length:
+            is_shared = (
+                state.processor == self.state.processor
+                and index < len(self.media)
+                and _same_content(span, self.media[index])
+            )
+            if not is_shared or span.stop > length:
                 length = span.start
                 break
         for media in (prompt.media, self.media) if prompt.layout.two_way == "prompt" else ():
@@ -212,8 +220,8 @@ class PrefixCache:
 
         Args:
             prompt: prompt of a single row.
-            state: present state of processor and model; only entries of the same weights and
-                adapter match, and only media of the same processor settings.
+            state: present state of processor and model; only entries with the same weights and
+                adapter match, and only media with the same processor settings.
         """
         ids, best, longest, shared = _ids(prompt), None, MIN_TOKENS - 1, 0
         for entry in self._by_key.get(_key(prompt, ids[:-1]), ()):

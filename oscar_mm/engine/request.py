@@ -295,7 +295,7 @@ class Request(RequestState):
         Args:
             memory: memory report for the answer; by default, that of its caches.
         """
-        memory = memory or self._memory or self.engine.call(self._measured)
+        memory = memory or self._memory or self.engine.call(self._memory_report)
         cached = self.prompt.tokens - self.unread.tokens
         answer = self.written.answer(memory, self.prompt_tokens, cached)
         answer = replace(answer, drafts=self.drafted, accepted_drafts=self.accepted)
@@ -303,9 +303,9 @@ class Request(RequestState):
             answer = replace(answer, prompt_logprobs=self.prompt_logprobs.complete)
         return answer if self.sampling.logprobs is None else replace(answer, logprobs=self.logprobs)
 
-    def _measured(self) -> MemoryReport:
-        """Return the memory report, in the engine thread, which may have closed the cache since the
-        call."""
+    def _memory_report(self) -> MemoryReport:
+        """Return the memory report; call this in the engine thread, which may have closed the cache
+        since ``answer`` looked."""
         return self._memory or self.cache.memory()
 
 

@@ -46,8 +46,8 @@ class RunningBatch:
     @property
     def live(self) -> list[Request]:
         """Requests that have not ended."""
-        every = (*self._rows, *self._pending)
-        return [request for request in every if request is not None and not request.ended]
+        requests = (*self._rows, *self._pending)
+        return [request for request in requests if request is not None and not request.ended]
 
     @property
     def is_running(self) -> bool:
@@ -68,13 +68,13 @@ class RunningBatch:
         Returns:
             Whether the following step, with the requests that joined, is under way.
         """
-        seated = [request for request in self._rows if request is not None and not request.ended]
-        if not seated or not self.batch.is_ahead:
+        decoding = [request for request in self._rows if request is not None and not request.ended]
+        if not decoding or not self.batch.is_ahead:
             return False
         if self._size(self.live) != len(self._rows):
-            self._run(lambda: self.batch.step(ahead=False), seated)
+            self._run(lambda: self.batch.step(ahead=False), decoding)
         elif self._pending:
-            self._run(lambda: self.batch.step(following=self._seat), seated)
+            self._run(lambda: self.batch.step(following=self._fill_rows), decoding)
             return self.batch.is_ahead and not self.failed
         return False
 
@@ -111,7 +111,8 @@ class RunningBatch:
 
     def drop_ended(self) -> list[Request]:
         """Remove and return the ended requests."""
-        ended = [x for x in (*self._rows, *self._pending) if x is not None and x.ended]
+        requests = (*self._rows, *self._pending)
+        ended = [request for request in requests if request is not None and request.ended]
         if not ended:
             return []
         self._pending = [request for request in self._pending if not request.ended]
@@ -135,24 +136,24 @@ class RunningBatch:
         return self.batch.size_for(len(live), beside_prompts=self.kept_steps > 0)
 
     def _set_rows(self, live: list[Request]) -> None:
-        """Assign a row to each request; other rows change only if the size of the batch does."""
+        """Assign rows to pending requests, or to all if the size of the batch changes."""
         size = self._size(live)
         if size != len(self._rows):
             self._rows, self._pending = [*live, *[None] * (size - len(live))], []
             if self.view is not None:
-                self.view.set_rows([None if x is None else x.cache for x in self._rows])
+                self.view.set_rows([None if row is None else row.cache for row in self._rows])
             self.batch.set_rows(self._rows)
         elif self._pending:
-            self.batch.set_rows(self._seat())
+            self.batch.set_rows(self._fill_rows())
 
-    def _seat(self) -> list[Request | None]:
-        """Give the requests that join the free rows, as far as there are any."""
-        free = [place for place, row in enumerate(self._rows) if row is None]
-        for place, request in zip(free, self._pending, strict=False):
+    def _fill_rows(self) -> list[Request | None]:
+        """Assign empty rows to pending requests, and return all rows."""
+        empty = [place for place, row in enumerate(self._rows) if row is None]
+        for place, request in zip(empty, self._pending, strict=False):
             self._rows[place] = request
             if self.view is not None:
                 self.view.set_row(place, request.cache)
-        self._pending = self._pending[len(free) :]
+        self._pending = self._pending[len(empty) :]
         return self._rows
 
 
@@ -272,9 +273,8 @@ class RunningBatches:
             if shared is not None:
                 shared.batch.piece = None
             self.wait_since = self.now()
-            if (
-                self.is_running
-            ):  # The last step may have been launched early, so its time means nothing.
+            # The time of a batch's last step means nothing: it may have been launched early.
+            if self.is_running:
                 self.pace.note(begin, self.wait_since)
         return None if shared is None else shared.batch.early
 

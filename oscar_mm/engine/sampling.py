@@ -519,7 +519,7 @@ class Sampler:
             and sample differently.
 
     Attributes:
-        is_plain: see ``SamplingState``; true if it is for all rows.
+        is_plain: whether ``SamplingState.is_plain`` is true for all rows.
     """
 
     def __init__(

@@ -483,7 +483,7 @@ class Scheduler:
             taken: list that a dequeued request is added to.
         """
         queue = list(self._queue)
-        if len(queue) > 1:  # The key takes a look at all running requests.
+        if len(queue) > 1:  # Making the key takes a pass over all running requests.
             queue.sort(key=self._turn_key())
         for place, entry in enumerate(queue):
             if place > 0 and self._skipped_head >= _MAX_OVERTAKES:

@@ -235,8 +235,8 @@ class FeedForward:
         kernels = expert_kernels(rows, experts, has_norm=has_norm)
         if self.shared is None or self.shared.ranks.count == 1:
             return kernels
-        # The module adds up other sums over the ranks: a rank that uses it and one that does not
-        # would wait for each other forever. A rank may lack a kernel that fails its self-check.
+        # Without kernels, the module runs, whose all-reduces differ: if a kernel failed its
+        # self-check on one rank only, the ranks would wait for each other forever.
         if len(rows) not in self.agreed:
             has_kernels = kernels is not None
             self.agreed[len(rows)] = self.shared.ranks.all(has_kernels, rows.device)

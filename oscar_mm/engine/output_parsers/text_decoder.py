@@ -73,7 +73,7 @@ class TextDecoder(OutputParser):
         Stop strings apply to the text only, but ``min_tokens`` counts all tokens of the answer.
         """
         context, sampling = self._context, self._context.sampling
-        earlier = len(context.token_ids) - 1  # The first token of the text comes alone.
+        earlier = len(context.token_ids) - 1  # The text's first token is parsed alone.
         continued = context.prompt if context.continues else None
         return Detokenizer(
             context.decoder,
