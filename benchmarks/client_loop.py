@@ -335,7 +335,7 @@ def vllm_engine(
     Args:
         loops: the loads.
         folder: folder for the files of the model.
-        worker: arguments of ``vllm.LLM`` for its worker, see ``waiting_worker``.
+        worker: further arguments of ``vllm.LLM``, see ``waiting_worker``.
     """
     from vllm import LLM
 

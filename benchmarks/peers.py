@@ -6,8 +6,8 @@ python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--weights bf
 The parts of other benchmarks run one after another in their own processes: steps of ``decode_step``
 and largest batches of ``throughput`` for our caches and those of transformers, ``client_loop`` for
 many clients with short prompts, and ``vllm_attention`` if vLLM is installed. What matters most
-comes first, and each process imports while the one before it measures, unless that waits for the
-host in its steps.
+comes first. Each process imports while the one before it measures, unless the host limits the speed
+of what is measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
 """Caches to measure with a single sequence; ``FULL_WAYS`` are the caches for full memory."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
 _LOOPS = "decode_step, throughput"
-"""Method in the row of an error that ends the loops of our caches and those of transformers."""
+"""Name of the part of our caches and those of transformers, where its error is reported."""
 ATTENTIONS = {
     "auto": "vLLM, bf16",
     "fp8": "vLLM, fp8",
@@ -116,7 +116,8 @@ class Part(NamedTuple):
         name: name of the benchmark.
         spec: argument of the process, see ``Child``.
         rows: function that converts its rows and its error, if any.
-        alone: whether no other process may import meanwhile, because the host limits its speed.
+        alone: whether no other part may import meanwhile, because the host limits the speed of this
+            one.
     """
 
     name: str
@@ -125,8 +126,8 @@ class Part(NamedTuple):
     alone: bool = False
 
 
-def of_our_loops(spec: dict[str, Any], rows: list[Row], error: str | None) -> Iterator[Row]:
-    """Convert rows of ``child``."""
+def of_decoder(spec: dict[str, Any], rows: list[Row], error: str | None) -> Iterator[Row]:
+    """Convert rows of ``child`` and its error, if any."""
     yield from of_loops(rows)
     if error is not None:
         yield {"model": spec["model"], "method": _LOOPS, "error": error}
@@ -151,8 +152,8 @@ def child(spec: dict[str, Any]) -> None:
     def rows() -> Iterator[Row]:
         # Floors, which need the bandwidth, are not compared.
         yield from decode_step.rows_of(decoder, 1.0, spec["contexts"], (1,), spec["ways"])
-        most = [way for way in spec["ways"] if way in FULL_WAYS]
-        yield from throughput.rows_of(decoder, 1.0, spec["full"], most)
+        full_ways = [way for way in spec["ways"] if way in FULL_WAYS]
+        yield from throughput.rows_of(decoder, 1.0, spec["full"], full_ways)
 
     write_rows(spec["rows"], map(printed, rows()))
 
@@ -163,7 +164,7 @@ def printed(row: Row) -> Row:
     return row
 
 
-def our_part(place: Row, model: str, ways: Sequence[str], **more: Sequence[Any]) -> Part:
+def our_part(place: Row, model: str, ways: Sequence[str], **tokens: Sequence[int]) -> Part:
     """Return a part of our caches and those of transformers.
 
     If the weights are quantized, transformers' caches are left out, as its steps would run our
@@ -173,11 +174,11 @@ def our_part(place: Row, model: str, ways: Sequence[str], **more: Sequence[Any])
         place: device, and whether the model is tiny.
         model: name of the model.
         ways: caches to measure.
-        more: "contexts" of a single sequence, and those at "full" memory.
+        tokens: lengths of the "contexts" of a single sequence, and of those at "full" memory.
     """
     ours = [way for way in ways if not (way == "dynamic" and RANDOM_MODELS[model].weights)]
-    spec = {"model": model, "ways": ours, **more, **place}
-    return Part("peers", spec, partial(of_our_loops, spec), alone="dynamic" in ours)
+    spec = {"model": model, "ways": ours, **tokens, **place}
+    return Part("peers", spec, partial(of_decoder, spec), alone="dynamic" in ours)
 
 
 def parts_of(options: argparse.Namespace, models: Sequence[str]) -> Iterator[Part]:
@@ -200,9 +201,12 @@ def parts_of(options: argparse.Namespace, models: Sequence[str]) -> Iterator[Par
             for name in ATTENTIONS
             if has_vllm
         ]
-        parts = [Part("client_loop", spec, partial(of_clients, spec)) for spec in clients]
-        more = [Part("vllm_attention", spec, partial(of_attention, spec)) for spec in attentions]
-        yield from (*more[:1], *parts, *more[1:])
+        vllm_parts = [
+            Part("vllm_attention", spec, partial(of_attention, spec)) for spec in attentions
+        ]
+        yield from vllm_parts[:1]
+        yield from (Part("client_loop", spec, partial(of_clients, spec)) for spec in clients)
+        yield from vllm_parts[1:]
     model, context = COMPILED_CELL
     if model in models and context in tokens["contexts"] and not options.tiny:
         yield our_part(place, model, [COMPILED], contexts=[context], full=[])

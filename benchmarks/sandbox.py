@@ -1,8 +1,8 @@
 """Run programs that a model wrote in a sandbox, where they can change no file and reach no service.
 
-Linux namespaces (``unshare`` of util-linux) give a program the system's folders of programs and
-Python's, read-only, no network and no other processes; resource limits bound its time, memory and
-output. Sockets of services are in none of these folders. ``check`` tests the sandbox first.
+In its Linux namespaces (``unshare`` of util-linux), a program finds no network, no other processes
+and only the folders of the system's programs and Python's, read-only and without Unix sockets of
+services. Resource limits bound its time, memory and output. ``check`` tests the sandbox first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PRINTED_BYTES = 1 << 20
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid")
 _UNSHARE += ("--fork", "--kill-child")
 _FOLDERS = ("/bin", "/etc", "/lib", "/lib64", "/nix/store", "/sbin", "/usr")
-"""Folders with the programs and libraries of a system; not each system has all of them."""
-_READ_ONLY = """
+"""Folders with the programs and libraries of Linux systems, as far as they exist."""
+_SET_UP = """
 root=$1; shift
 mount --make-rprivate / && mount -t tmpfs none "$root" || exit
 while [ "$1" != -- ]; do
@@ -44,12 +44,11 @@ done
 unshare --user --mount --root="$root" --wd=/ "$@"
 exit $?
 """
-"""Shell script that puts folders, up to "--", into an empty one, makes all mounts read-only, and
-runs the arguments after "--" with this one as the root.
+"""Shell script that mounts folders in a new root, read-only, and runs a command there.
 
-They run in further namespaces, where nobody can make the mounts writable again. The shell remains
-the first process, so that all processes of a program end with it. Spaces in paths of mountinfo are
-octal.
+Its arguments are an empty folder for the root, the folders, "--" and the command. This runs in
+further namespaces, where it cannot make the mounts writable again. The shell remains the first
+process, so that all processes of a program end with it. Spaces in paths of mountinfo are octal.
 """
 _ATTEMPTS = """
 import ctypes, os, socket, sys
@@ -66,8 +65,8 @@ attempts = {
     "write files": lambda: open(folder + "/new", "w"),
     "remove files": lambda: os.remove(folder + "/kept"),
     "use the network": lambda: socket.create_connection(("127.0.0.1", port), 1),
-    "use sockets of files": lambda: connect(file),
-    "use sockets of names": lambda: connect("\\0" + abstract),
+    "use Unix sockets in files": lambda: connect(file),
+    "use abstract Unix sockets": lambda: connect("\\0" + abstract),
 }
 for name, attempt in attempts.items():
     try:
@@ -86,7 +85,7 @@ def passes(program: str, *arguments: str, seconds: float = SECONDS) -> bool:
 
 
 def check() -> None:
-    """Check that programs run, but can neither write or remove files nor use network or sockets.
+    """Check that programs run, but can neither change files nor use the network or Unix sockets.
 
     Raises:
         InputError: if this machine does not allow such a sandbox.
@@ -97,14 +96,14 @@ def check() -> None:
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory() as hidden,
         closing(socket.create_server(("", 0))) as server,
-        closing(socket.socket(socket.AF_UNIX)) as of_file,
-        closing(socket.socket(socket.AF_UNIX)) as of_name,
+        closing(socket.socket(socket.AF_UNIX)) as in_file,
+        closing(socket.socket(socket.AF_UNIX)) as abstract,
     ):
         (Path(folder) / "kept").touch()
         file, name = f"{hidden}/socket", secrets.token_hex(8)
-        for one, address in ((of_file, file), (of_name, f"\0{name}")):
-            one.bind(address)
-            one.listen()
+        for service, address in ((in_file, file), (abstract, f"\0{name}")):
+            service.bind(address)
+            service.listen()
         port = str(server.getsockname()[1])
         code, said = _run(_ATTEMPTS, folder, port, file, name, folders=(folder,))
     if code != 0:
@@ -122,14 +121,17 @@ def _run(
     """Return the exit code of a program and what it printed; the code is not 0 after a timeout.
 
     Args:
+        program: source text.
+        arguments: its ``sys.argv[1:]``.
+        seconds: maximum seconds of processor time and of wall-clock time.
         folders: further folders that it can read.
     """
     python = (sys.executable, "-I", "-c", program, *arguments)
-    of_python = sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)
-    needed = [one for one in (*_FOLDERS, *of_python) if os.path.isdir(one)]
+    python_folders = sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)
+    needed = [folder for folder in (*_FOLDERS, *python_folders) if os.path.isdir(folder)]
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryDirectory() as root:
         process = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", _READ_ONLY, "sh", root, *needed, *folders, "--", *python],
+            [*_UNSHARE, "sh", "-c", _SET_UP, "sh", root, *needed, *folders, "--", *python],
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,

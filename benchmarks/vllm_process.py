@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -23,9 +23,9 @@ CHILD = "--child"
 """First argument of a benchmark that runs as such a process; the second argument is JSON text."""
 _POLL_SECONDS = 0.05
 _END_SECONDS = 20.0
-"""Maximum time, in seconds, that killed processes have to free the GPU's memory."""
-_WAITS = "BENCHMARKS_WAIT"
-"""Environment variable with the argument of ``wait_to_begin`` for vLLM's worker."""
+"""Maximum time, in seconds, to wait until killed processes have freed the GPU's memory."""
+_WORKER_WAIT = "BENCHMARKS_WAIT"
+"""Environment variable that passes the argument of ``wait_to_begin`` to vLLM's worker."""
 _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -63,17 +63,18 @@ def _ended(process: subprocess.Popen[bytes], seconds: float) -> str | None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         until = monotonic() + _END_SECONDS
-        while any(_running(process.pid)) and monotonic() < until:
+        while _is_running(process.pid) and monotonic() < until:
             sleep(_POLL_SECONDS)
     return f"exit code {code}" if code else None
 
 
-def _running(group: int) -> Iterator[bool]:
-    """Yield True for each process of a group that still runs, and may hold memory of the GPU."""
+def _is_running(group: int) -> bool:
+    """Return whether a process of a group still runs, and so may hold memory of the GPU."""
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError, psutil.Error):
-            if os.getpgid(process.pid) == group:
-                yield process.status() != psutil.STATUS_ZOMBIE
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 class Child:
@@ -82,8 +83,8 @@ class Child:
     So a process can import while another one uses the GPU.
 
     Args:
-        module: name of the module, which calls ``wait_to_begin``, or gives ``waiting_worker`` to
-            vLLM, before it uses the GPU.
+        module: name of the module. Before it uses the GPU, it calls ``wait_to_begin``, or lets vLLM
+            do so (``waiting_worker``).
         spec: argument of the child process; "rows", the file for ``write_rows``, "folder", a path
             for the files of a model, "begin", the file that lets it begin, and "parent", the id of
             this process, are added to it.
@@ -132,17 +133,18 @@ def _has_ended(process: int) -> bool:
 
 
 def waiting_worker(spec: dict[str, Any]) -> dict[str, str]:
-    """Return arguments of ``vllm.LLM`` whose engine imports, then waits until it may begin.
+    """Return arguments of ``vllm.LLM``, by which it imports, then waits before it uses the GPU.
 
-    ``vllm.LLM`` therefore returns only after the child process may begin.
+    Processes that this one starts find in the environment what to wait for. ``vllm.LLM`` returns
+    only after the child process may begin.
     """
-    os.environ[_WAITS] = json.dumps({name: spec[name] for name in ("begin", "parent")})
+    os.environ[_WORKER_WAIT] = json.dumps({name: spec[name] for name in ("begin", "parent")})
     return {"worker_cls": "benchmarks.waiting_worker.WaitingWorker"}
 
 
 def wait_in_worker() -> None:
     """Wait, in vLLM's worker, until the child process that started vLLM may begin."""
-    wait_to_begin(json.loads(os.environ[_WAITS]))
+    wait_to_begin(json.loads(os.environ[_WORKER_WAIT]))
 
 
 def rows_of_child(

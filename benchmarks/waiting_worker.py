@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vllm.v1.worker import gpu_model_runner as gpu_model_runner  # Takes seconds, so before waiting.
+# The runner's import takes seconds, so it comes before the wait.
+from vllm.v1.worker import gpu_model_runner as gpu_model_runner
 from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.vllm_process import wait_in_worker

@@ -128,12 +128,12 @@ time.sleep(60)  # {tmp_path}
 def test_holes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         open_all = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
-        patch.setattr(sandbox, "_READ_ONLY", open_all)
+        patch.setattr(sandbox, "_SET_UP", open_all)
         with pytest.raises(InputError, match=r"can make files writable, write files, rem.+$"):
             sandbox.check()
     without = tuple(one for one in sandbox._UNSHARE if one != "--net")
     monkeypatch.setattr(sandbox, "_UNSHARE", without)
-    with pytest.raises(InputError, match=r"can use the network, use sockets of names$"):
+    with pytest.raises(InputError, match=r"can use the network, use abstract Unix sockets$"):
         sandbox.check()
 
 
