@@ -64,8 +64,8 @@ class Record:
     def write(self, folder: Path) -> Path:
         """Write the record's file, and return its path.
 
-        The file replaces the one of an earlier run on the same kind of machine, which stays
-        complete if this one is interrupted.
+        The file replaces the one of an earlier run on the same kind of machine in one step, so an
+        interruption leaves a complete file.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = self.path(folder)

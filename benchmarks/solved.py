@@ -181,12 +181,13 @@ def continued(place: Row, earlier: Sequence[Row]) -> dict[str, Row]:
     Raises:
         InputError: if the same problems were answered with other options.
     """
-    same = [row for row in earlier if all(row[x] == place[x] for x in ("task", "model", "of"))]
+    names = "task", "model", "of"
+    same = [row for row in earlier if all(row[name] == place[name] for name in names)]
     for row, name in product(same, ("dtype", "max_new_tokens")):
         if row.get(name) != place[name]:
             raise InputError(
                 f"--{name.replace('_', '-')} {place[name]}: the file's rows of these problems have "
-                f"{row.get(name, 'none')}, and --add would mix them; pass theirs, or omit --add"
+                f"{row.get(name, 'none')}, and --add would mix them; pass that value, or omit --add"
             )
     return {row["method"]: row for row in same}
 

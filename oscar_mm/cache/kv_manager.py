@@ -244,8 +244,8 @@ class KVCacheManager:
         slots may also be planned or allocated for other sequences (see ``SlotPool.uses``).
 
         Returns:
-            The plan; None if a pool must grow or there is no token to store. Pages that it copies
-            may be copied before ``advance``.
+            The plan, whose copies of pages may run before ``advance``; None if a pool must grow or
+            there is no token to store.
         """
         self.store.collect()
         self._planned = []
