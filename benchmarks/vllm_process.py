@@ -125,7 +125,7 @@ def wait_to_begin(spec: dict[str, Any]) -> None:
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether a process has ended, even if nobody has asked for its exit code."""
+    """Return whether a process has ended; its parent may not have collected its exit code yet."""
     try:
         return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

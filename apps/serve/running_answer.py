@@ -222,7 +222,7 @@ class RunningAnswer:
                 has_text = True
             self._pieces.append(piece)
         if has_text and self._chat is not None and (writing := self._chat.answering) is not None:
-            # All tokens so far: further ones may have come since the pieces were taken.
+            # Includes tokens whose pieces are taken later, but no frames of speech.
             self._times.note(len(writing.written.token_ids))
 
     def _tokens_read(self, running: Request) -> int:

@@ -63,15 +63,15 @@ class Detokenizer:
     def push(self, *tokens: int) -> str:
         """Add tokens and return the text that has become final, perhaps empty.
 
-        Tokens that are added together are decoded together, unless there are stop strings, or bytes
-        that are no text: what becomes of these depends on the tokens that are decoded at once.
+        Tokens that are added together are decoded together, unless there are stop strings or
+        invalid bytes, whose text depends on which tokens are decoded together.
         """
         self.token_ids += tokens
-        text = self._text()
+        text = self._recent_text()
         if len(tokens) > 1 and (self._stop or "\ufffd" in text[len(self._known) :]):
             del self.token_ids[-len(tokens) :]
             return "".join(self.push(token) for token in tokens if not self.stopped)
-        self._take(self._new(text, whole_characters=True))
+        self._take(self._new_text(text, whole_characters=True))
         if not self._stop or len(self.token_ids) <= self._min_tokens:
             return self._give(len(self._pending))
         last = self._up_to_stop()
@@ -83,7 +83,7 @@ class Detokenizer:
         """Return the withheld text, including incomplete characters."""
         if self.stopped:
             return ""
-        self._take(self._new(self._text(), whole_characters=False))
+        self._take(self._new_text(self._recent_text(), whole_characters=False))
         last = self._up_to_stop()
         return self._give(len(self._pending)) if last is None else last
 
@@ -105,15 +105,15 @@ class Detokenizer:
             self._pending = self._pending.lstrip(self._lead)
             self._lead = "" if self._pending else self._lead
 
-    def _text(self) -> str:
+    def _recent_text(self) -> str:
         """Return the text of the newest tokens, and of those before them that are decoded again."""
         return self._decode(self._before + self.token_ids[self._context :])
 
-    def _new(self, text: str, *, whole_characters: bool) -> str:
+    def _new_text(self, text: str, *, whole_characters: bool) -> str:
         """Return what tokens have added to the text since the last call.
 
         Args:
-            text: the present ``_text``.
+            text: present result of ``_recent_text``.
             whole_characters: whether to return "" while the text ends with an incomplete character.
         """
         known = self._known
