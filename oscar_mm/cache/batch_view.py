@@ -190,7 +190,7 @@ class BatchView(OscarCache):
         if not self.unchecked:
             return False
         self.unchecked = False
-        found = layers_unstorable(self.packed_layers)
+        found = layers_unstorable(self.packed_layers, self.store.ranks)
         for layer in found:
             layer.overflow.zero_()
         return bool(found)

@@ -482,15 +482,18 @@ class OscarCache(Cache):
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
         """Check that a layer could store the keys and values of a step, ``tokens`` per row.
 
-        This never waits for a GPU: on a GPU, a prompt is checked before the next step.
+        This never waits for a GPU: on a GPU, a prompt is checked before the next step. Ranks that
+        divide a model check each step later too, all together, as an error within a pass on one of
+        them would make the others wait forever.
 
         Raises:
-            FloatingPointError: on a CPU, for keys or values that ``OscarLayer.check_stored``
-                rejects.
+            FloatingPointError: on a CPU without further ranks, for keys or values that
+                ``OscarLayer.check_stored`` rejects.
         """
-        if layer.device.type == "cpu":
+        on_cpu = layer.device.type == "cpu"
+        if on_cpu and self.store.ranks.count == 1:
             layer.check_stored()
-        elif tokens > 1:
+        elif on_cpu or tokens > 1:
             self.unchecked = True
 
     def check_complete(self) -> None:
@@ -507,8 +510,8 @@ class OscarCache(Cache):
         if self.step is not None:
             self.step.check_finished(layer.index for layer in layers)
         if self.unchecked:
-            for layer in layers_unstorable(layers):
-                layer.check_stored()
+            for layer in layers_unstorable(layers, self.store.ranks):
+                raise layer.not_storable
             self.unchecked = False
 
     def real_tokens(self, count: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import Bits, KVPolicy
 from oscar_mm.quant.basis import Basis
+from oscar_mm.tensor_parallel import TPGroup
 
 _GPU_PAGES = 256
 """Number of pages that a GPU unpacks at a time: 32,768 tokens, 134 MB with 8 heads of 128 channels
@@ -306,6 +307,11 @@ class OscarLayer(CacheLayerMixin):
             return [*slots]
         return self.places.read(bits, slots)
 
+    @property
+    def not_storable(self) -> FloatingPointError:
+        """The error for keys or values that are out of range."""
+        return FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
+
     def check_stored(self) -> None:
         """Check that no stored key or value was out of range; waits for the device.
 
@@ -313,7 +319,7 @@ class OscarLayer(CacheLayerMixin):
             FloatingPointError: if keys or values contained NaN, infinity or numbers beyond float16.
         """
         if bool(self.overflow):
-            raise FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
+            raise self.not_storable
 
     def parts(
         self, places: TokenPlaces, dtype: torch.dtype
@@ -427,14 +433,14 @@ def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
             layer.cache.check_overflow(layer, 1)
 
 
-def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
-    """Return the layers with keys or values out of range; waits once for each device."""
-    return [
-        layer
-        for there, flags in _flags(layers)
-        for layer, overflow in zip(there, flags.tolist(), strict=True)
-        if overflow
-    ]
+def layers_unstorable(layers: Iterable[OscarLayer], ranks: TPGroup) -> list[OscarLayer]:
+    """Return the layers with keys or values out of range on any rank; waits once for each
+    device."""
+    found: list[OscarLayer] = []
+    for there, flags in _flags(layers):
+        ranks.all_reduce(flags)
+        found += [one for one, overflow in zip(there, flags.tolist(), strict=True) if overflow]
+    return found
 
 
 def forked(layers: Iterable[OscarLayer], cache: LayerCache) -> list[OscarLayer]:

@@ -21,6 +21,7 @@ from oscar_mm.fast_decode import graph_runner, layers
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.fast_decode.experts_torch import experts_by_torch
 from oscar_mm.fast_decode.graph_runner import GraphRunner
+from oscar_mm.tensor_parallel import local_shard
 from tests.models.test_answers import CARDS, CLIPS
 from tests.processes import Forked
 
@@ -174,6 +175,24 @@ def asked_with_mixtures(
     return {"turns": turns, "mixtures": mixture.call_count}
 
 
+def asked_with_overflow(pipe: OscarVLPipeline) -> list[str]:
+    """Why a long prompt fails on this rank, if one of the ranks cannot store its values."""
+    layers = pipe.model.get_decoder().layers
+    attention = next(one.self_attn for one in layers if hasattr(one, "self_attn"))
+    weight = local_shard(attention.v_proj.weight)
+    whole = weight.detach().clone()
+    found = []
+    with torch.no_grad():
+        if distributed.get_rank() == 1:
+            weight.mul_(1e9)
+        try:
+            pipe(prompt="One and two. " * 100, max_new_tokens=4)
+        except FloatingPointError as error:
+            found.append(str(error))
+        weight.copy_(whole)
+    return found
+
+
 def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None) -> dict[str, Any]:
     """Token ids where steps are recorded, with the same function for a graph; and how many calls.
 
@@ -258,6 +277,7 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
         if "hybrid" in name:
             saved = folder / f"{name}.safetensors"
             results[name]["of states"] = asked_of_states(pipe, CARDS_OF[name], saved)
+            results[name]["overflow"] = asked_with_overflow(pipe)
             for how, broken_rank in (("fused", None), ("half fused", 1)):
                 results[name][how] = asked_with_mixtures(pipe, CARDS_OF[name], broken_rank)
             results[name]["recorded"] = asked_on_records(pipe, CARDS_OF[name], None)

@@ -98,6 +98,7 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
             for how in ("recorded", "fused", "half fused"):
                 assert found[name][how]["turns"] == expected["turns"]
             assert (found[name]["fused"]["mixtures"] > 8) == (name != "hybrid")
+            assert len(found[name]["overflow"]) == 1 and "NaN" in found[name]["overflow"][0]
             # One rank has no kernels, so the other does not use its own.
             assert found[name]["half fused"]["mixtures"] == 0
             assert found[name]["recorded"]["replays"] > 8
