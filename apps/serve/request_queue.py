@@ -32,6 +32,7 @@ class RequestQueue:
     Attributes:
         workers: limiter of the threads that read requests and complete answers.
         watchers: functions to call after steps of the model, see ``Service.steps``.
+        first_piece_watchers: watchers of streams that have no piece yet, to call after each step.
         closing: tasks that are closing answers and realtime sessions.
     """
 
@@ -41,6 +42,7 @@ class RequestQueue:
         self.metrics = metrics
         self.workers = CapacityLimiter(running + 1)
         self.watchers: set[Callable[[], None]] = set()
+        self.first_piece_watchers: set[Callable[[], None]] = set()
         self.closing: set[asyncio.Task[None]] = set()
         self._queue, self._max_waiting, self._timeout_s = FairQueue(running), waiting, timeout_s
         self._memory_freed: asyncio.Future[None] | None = None

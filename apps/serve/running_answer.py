@@ -81,6 +81,8 @@ class RunningAnswer:
         """Number of tokens whose log-probabilities ``take_logprobs`` has returned."""
         queue.metrics.running.inc()
         queue.watchers.add(self.collect)
+        if request.stream:
+            queue.first_piece_watchers.add(self.collect)
         for end in (gone, queue.cut):
             end.add_done_callback(self._wake)
 
@@ -221,6 +223,8 @@ class RunningAnswer:
             elif not isinstance(piece, Speech):
                 has_text = True
             self._pieces.append(piece)
+        if self._pieces:
+            self.queue.first_piece_watchers.discard(self.collect)
         if has_text and self._chat is not None and (writing := self._chat.answering) is not None:
             # Includes tokens whose pieces are taken later, but no frames of speech.
             self._times.note(len(writing.written.token_ids))
@@ -253,7 +257,8 @@ class RunningAnswer:
 
     async def _close(self) -> None:
         queue = self.queue
-        queue.watchers.discard(self.collect)
+        for watchers in (queue.watchers, queue.first_piece_watchers):
+            watchers.discard(self.collect)
         if self._chat is not None and (running := self._chat.answering) is not None:
             self.slot.cost = token_cost(self._tokens_read(running), running.output_tokens)
         try:

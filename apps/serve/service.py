@@ -200,21 +200,28 @@ class Service:
     @contextmanager
     def steps(self) -> Iterator[None]:
         """Serve requests within the block, and send new pieces of answers after each step, or less
-        often if sending would take more than ``_SENDING_SHARE`` of the time."""
+        often if sending would take more than ``_SENDING_SHARE`` of the time. First pieces never
+        wait for later ones of other answers."""
         loop, watchers, due = asyncio.get_running_loop(), self.queue.watchers, perf_counter()
+        first_piece_watchers = self.queue.first_piece_watchers
         late: asyncio.TimerHandle | None = None
 
         def after_step() -> None:
-            if not watchers or perf_counter() < due:
+            is_due = perf_counter() >= due
+            if not (watchers if is_due else first_piece_watchers):
                 return
             with suppress(RuntimeError):  # The event loop is closed.
-                loop.call_soon_threadsafe(send)
+                loop.call_soon_threadsafe(send if is_due else send_first_pieces)
 
         def send() -> None:
             begin = perf_counter()
             for watcher in tuple(watchers):
                 watcher()
             loop.call_soon(finish, begin)  # After all tasks that were woken up.
+
+        def send_first_pieces() -> None:
+            for watcher in tuple(first_piece_watchers):
+                watcher()
 
         def finish(begin: float) -> None:
             nonlocal due, late

@@ -598,6 +598,22 @@ def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> No
     assert counted["oscar_mm_inter_token_seconds_count"] > len(usual) + len(rare)
 
 
+def test_first_pieces_do_not_wait_for_pieces_of_others(omni, monkeypatch) -> None:
+    monkeypatch.setattr("oscar_mm.apps.serve.service._MAX_PAUSE_S", 60)
+    with served(omni, max_new_tokens=4000) as address:
+        how = {"stream": True, "max_tokens": 3000}
+        long = ask(client_of(address), user("Why?"), **how)
+        assert next(iter(long)).choices
+        # As if sending took so long that the next pieces of the first answer come in a minute.
+        monkeypatch.setattr("oscar_mm.apps.serve.service._SENDING_SHARE", 1e-9)
+        paused, begin = ask(client_of(address), user("And who?"), **how), time.monotonic()
+        for stream in (paused, ask(client_of(address), user("And when?"), **how)):
+            assert any(part.choices[0].delta.content for part in stream)
+            stream.close()
+        assert time.monotonic() - begin < 30
+        long.close()
+
+
 def test_a_token_that_comes_while_pieces_are_taken(omni, monkeypatch) -> None:
     """Its piece is sent without waiting for the next token, and it is counted once."""
     take_pieces, takes, sent = Request.take_pieces, list[Request](), threading.Event()
