@@ -195,10 +195,11 @@ def parts_of(options: argparse.Namespace, models: Sequence[str]) -> Iterator[Par
         clients = [
             {"engine": engine, "loops": loops, **place}
             for engine in (client_loop.OURS, client_loop.VLLM)[: 1 + has_vllm]
+            if options.seconds
         ]
         attentions = [
             {"model": model, "attention": name, "prompts": False, **tokens}
-            for name in ATTENTIONS
+            for name in options.attentions.split(",")
             if has_vllm
         ]
         vllm_parts = [
@@ -349,7 +350,17 @@ def main(arguments: Sequence[str]) -> int:
     )
     add("--contexts", default=CONTEXTS, help="tokens of a single sequence, comma-separated")
     add("--full", default=FULL, help="contexts at full memory, comma-separated")
-    add("--seconds", type=float, default=20.0, help="seconds of the clients' load")
+    add(
+        "--attentions",
+        default=",".join(ATTENTIONS),
+        help="attentions of vLLM, comma-separated: %(default)s",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="seconds of the clients' load; 0 leaves the clients out",
+    )
     add("--limit", type=float, help="time of the whole run, in seconds; what is left is cut off")
     add("--part-limit", type=float, default=PART_SECONDS, help="time of each part, in seconds")
     add("--tiny", action="store_true", help="trial run with tiny models, without vLLM")
@@ -358,6 +369,11 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(models.split(",")) - RANDOM_MODELS.keys():
         known = ", ".join(RANDOM_MODELS)
         options_parser.error(f"--models, --weights: there is no {min(unknown)}; there are {known}")
+    if unknown := set(options.attentions.split(",")) - ATTENTIONS.keys():
+        known = ", ".join(ATTENTIONS)
+        options_parser.error(f"--attentions: there is no {min(unknown)}; there are {known}")
+    if not options.seconds >= 0:
+        options_parser.error(f"--seconds {options.seconds:g}: must be at least 0")
     for name, seconds in (("limit", options.limit), ("part-limit", options.part_limit)):
         if seconds is not None and not seconds > 0:
             options_parser.error(f"--{name} {seconds:g}: must be more than 0 seconds")

@@ -148,6 +148,13 @@ def test_a_process_starts_while_the_one_before_it_measures(events, tmp_path) -> 
     assert events == expected
 
 
+def test_attentions_of_vllm_are_chosen_and_clients_left_out(events, tmp_path) -> None:
+    line = ["--models", f"{MODEL}-fp8", "--contexts", "2048", "--out", str(tmp_path)]
+    assert peers.main([*line, "--attentions", "fp8,auto", "--seconds", "0"]) == 1
+    ours = "+".join(way for way in peers.WAYS if way != "dynamic")
+    assert [name for what, name in events if what == "runs"] == [ours, "fp8", "auto"]
+
+
 def test_what_a_limit_cuts_off_is_an_error(events, tmp_path, monkeypatch) -> None:
     times = iter([0.0, *[1.0] * 4, *[99.0] * 99])
     monkeypatch.setattr(peers.Clock, "_now", lambda _: next(times))
@@ -193,6 +200,8 @@ def test_formats_of_weights(events, tmp_path, monkeypatch: pytest.MonkeyPatch) -
         (["--part-limit", "-1"], "--part-limit -1: must be more than 0 seconds"),
         (["--contexts", "2048,"], "--contexts 2048,: must be numbers of tokens, comma-separated"),
         (["--full", "32k"], "--full 32k: must be numbers"),
+        (["--attentions", "auto,fp4"], "--attentions: there is no fp4; there are auto, fp8,"),
+        (["--seconds", "-1"], "--seconds -1: must be at least 0"),
     ],
 )
 def test_wrong_arguments_start_nothing(wrong, expected, events, tmp_path, capsys) -> None:
