@@ -33,7 +33,8 @@ def models(
 ) -> dict[str, str]:
     hybrids = {name: tmp_path_factory.mktemp("hybrid") for name in HYBRIDS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    qwen3_5(hybrids["hybrid"], seed=3, **heads)
+    # With seed 3, the logits of two tokens differ by only 0.03.
+    qwen3_5(hybrids["hybrid"], seed=6, **heads)
     qwen3_5(hybrids["hybrid with experts"], seed=3, moe=True, **heads)
     # Its projections are grouped by key head.
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "template": CHATML}
