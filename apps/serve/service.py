@@ -33,6 +33,7 @@ from oscar_mm.apps.serve.message_writer import MessageWriter
 from oscar_mm.apps.serve.messages_body import MessagesBody, Place
 from oscar_mm.apps.serve.messages_body import renamed as as_in_messages
 from oscar_mm.apps.serve.metrics import Metrics
+from oscar_mm.apps.serve.piece_sender import PieceSender
 from oscar_mm.apps.serve.protocol import (
     ApiRequest,
     Body,
@@ -89,13 +90,6 @@ _READERS = 2
 """Number of threads that parse requests."""
 _BODIES = 8
 """Maximum total size of all request bodies in memory, in multiples of the maximum request size."""
-_SENDING_SHARE = 0.08
-"""Maximum share of the time in which pieces are sent; if it would be more, pieces of several steps
-are sent together. While pieces are sent, the engine thread waits for the interpreter."""
-_MAX_PAUSE_S = 0.1
-"""Maximum seconds without sending, also after the event loop was busy with something else."""
-_LATE_S = 0.02
-"""Seconds after which pieces that were held back are sent even if no further step follows."""
 _CLOSING_S = 5.0
 """Maximum seconds to wait until answers that were cut short are closed."""
 
@@ -199,48 +193,13 @@ class Service:
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Serve requests within the block, and send new pieces of answers after each step, or less
-        often if sending would take more than ``_SENDING_SHARE`` of the time. First pieces never
-        wait for later ones of other answers."""
-        loop, watchers, due = asyncio.get_running_loop(), self.queue.watchers, perf_counter()
-        first_piece_watchers = self.queue.first_piece_watchers
-        late: asyncio.TimerHandle | None = None
-
-        def after_step() -> None:
-            is_due = perf_counter() >= due
-            if not (watchers if is_due else first_piece_watchers):
-                return
-            with suppress(RuntimeError):  # The event loop is closed.
-                loop.call_soon_threadsafe(send if is_due else send_first_pieces)
-
-        def send() -> None:
-            begin = perf_counter()
-            for watcher in tuple(watchers):
-                watcher()
-            loop.call_soon(finish, begin)  # After all tasks that were woken up.
-
-        def send_first_pieces() -> None:
-            for watcher in tuple(first_piece_watchers):
-                watcher()
-
-        def finish(begin: float) -> None:
-            nonlocal due, late
-            if late is not None:
-                late.cancel()
-            # Without watchers, no step may be skipped: no timer would send its pieces.
-            late, due = None, begin
-            if watchers:
-                took = perf_counter() - begin
-                pause = min(took / _SENDING_SHARE - took, _MAX_PAUSE_S)
-                due = perf_counter() + pause
-                late = loop.call_later(pause + _LATE_S, send)
-
+        """Serve requests within the block, and send new pieces of answers after steps."""
+        sender = PieceSender(self.queue.watchers, self.queue.first_piece_watchers)
         try:
-            with self.conversations.pipe.engine.keep_stepping(after_step):
+            with self.conversations.pipe.engine.keep_stepping(sender.after_step):
                 yield
         finally:
-            if late is not None:
-                late.cancel()
+            sender.close()
 
     def authorize(self, http: HTTPConnection) -> None:
         """Raise Refusal if the request does not contain the API key."""

@@ -586,7 +586,8 @@ def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> No
         how = {"stream": True, "max_tokens": 60}
         usual = list(ask(client_of(address), user("Why?"), **how))
         # As if sending took fifty times as long.
-        monkeypatch.setattr("oscar_mm.apps.serve.service._SENDING_SHARE", 0.3 / 50)
+        monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._SHARE", 0.3 / 50)
+        monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._MAX_BURST_S", 1e-4)
         rare = list(ask(client_of(address), user("Why?"), **how))
         counted = metrics(address, None)
     texts = [[part.choices[0].delta.content or "" for part in one] for one in (usual, rare)]
@@ -599,13 +600,12 @@ def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> No
 
 
 def test_first_pieces_do_not_wait_for_pieces_of_others(omni, monkeypatch) -> None:
-    monkeypatch.setattr("oscar_mm.apps.serve.service._MAX_PAUSE_S", 60)
+    # As if sending took so long that later pieces come much later.
+    monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._MAX_BURST_S", 0)
     with served(omni, max_new_tokens=4000) as address:
         how = {"stream": True, "max_tokens": 3000}
         long = ask(client_of(address), user("Why?"), **how)
         assert next(iter(long)).choices
-        # As if sending took so long that the next pieces of the first answer come in a minute.
-        monkeypatch.setattr("oscar_mm.apps.serve.service._SENDING_SHARE", 1e-9)
         paused, begin = ask(client_of(address), user("And who?"), **how), time.monotonic()
         for stream in (paused, ask(client_of(address), user("And when?"), **how)):
             assert any(part.choices[0].delta.content for part in stream)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -76,3 +77,40 @@ def test_a_stall_of_the_event_loop_does_not_delay_what_follows_it() -> None:
 
     asyncio.run(scenario())
     assert looks[1] - looks[0] < 0.8
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+def test_streams_take_turns(steps: int) -> None:
+    """Each gets its pieces once in a round; the last round begins after the last step, also
+    without a timely one, and nothing follows it."""
+    service, engine = a_service()
+    turns, last_step = list[int](), 0.0
+    begins = dict[int, float]()
+
+    def send(stream: int) -> None:
+        turns.append(stream)
+        begins[stream] = time.perf_counter()
+        time.sleep(0.003)
+
+    async def scenario() -> None:
+        nonlocal last_step
+        with service.steps():
+            service.queue.watchers |= {partial(send, stream) for stream in range(20)}
+            begin = time.perf_counter()
+            for step in range(steps):
+                last_step = time.perf_counter()
+                await engine.step()
+                if not step:
+                    await asyncio.sleep(0)
+                    assert 0 < len(turns) < 15
+            count = -1
+            while count < len(turns):
+                count = len(turns)
+                await asyncio.sleep(0.5)
+            assert time.perf_counter() - begin > 0.2
+            assert min(begins.values()) >= last_step
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    rounds = [turns[at : at + 20] for at in range(0, len(turns), 20)]
+    assert len(rounds) == 1 if steps == 1 else len(rounds) > 1
+    assert all(sorted(one) == [*range(20)] for one in rounds)

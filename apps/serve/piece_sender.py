@@ -1,0 +1,83 @@
+"""PieceSender: sends the new pieces of answers after steps, within a share of the time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Set
+from contextlib import suppress
+from time import perf_counter
+
+_SHARE = 0.1
+"""Maximum share of the time in which pieces are sent; if it would be more, pieces of several steps
+are sent together. While pieces are sent, the engine thread waits for the interpreter."""
+_MAX_BURST_S = 0.02
+"""Maximum seconds of sending that time without sending allows."""
+_MAX_PAUSE_S = 0.1
+"""Maximum seconds without sending after it took longer than was allowed."""
+_LATE_S = 0.02
+"""Seconds after which sending goes on even if no further step follows."""
+
+
+class PieceSender:
+    """Sends the new pieces of answers after steps, within a share of the event loop's time.
+
+    Streams take turns: after a step, pieces are sent to as many streams as the share allows, and to
+    the next ones after the next step. If all streams got their pieces after the same step, the
+    engine thread would not get the interpreter in time for the step after that, and the device
+    would wait. First pieces never wait for later ones of other answers.
+
+    Create it in the event loop.
+
+    Args:
+        watchers: functions that send the pieces of one answer each; the set may change.
+        first_piece_watchers: those of streams that have no piece yet.
+    """
+
+    def __init__(
+        self, watchers: Set[Callable[[], None]], first_piece_watchers: Set[Callable[[], None]]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._watchers, self._first_piece_watchers = watchers, first_piece_watchers
+        self._steps = self._round_steps = 0
+        """Number of steps, and of those before the current round."""
+        self._round = deque[Callable[[], None]]()
+        """Watchers whose turn in the current round is yet to come."""
+        self._allowed_s, self._since = _MAX_BURST_S, perf_counter()
+        """Seconds for which pieces may be sent, as of the time ``_since``."""
+        self._late: asyncio.TimerHandle | None = None
+
+    def after_step(self) -> None:
+        """Send pieces soon; safe from any thread."""
+        self._steps += 1
+        if self._watchers:
+            with suppress(RuntimeError):  # The event loop is closed.
+                self._loop.call_soon_threadsafe(self._send)
+
+    def close(self) -> None:
+        """Send nothing more without a step."""
+        if self._late is not None:
+            self._late.cancel()
+
+    def _send(self) -> None:
+        begin = perf_counter()
+        earned = _SHARE * (begin - self._since)
+        self._allowed_s, self._since = min(self._allowed_s + earned, _MAX_BURST_S), begin
+        for watcher in tuple(self._first_piece_watchers):
+            watcher()
+        if not self._round:
+            self._round.extend(self._watchers)
+            self._round_steps = self._steps
+        while self._round and perf_counter() - begin < self._allowed_s:
+            watcher = self._round.popleft()
+            if watcher in self._watchers:
+                watcher()
+        self._loop.call_soon(self._finish, begin)  # After all tasks that were woken up.
+
+    def _finish(self, begin: float) -> None:
+        took = perf_counter() - begin
+        self._allowed_s = max(self._allowed_s - took, -_SHARE * _MAX_PAUSE_S)
+        self.close()
+        # Pieces that came after a stream's turn are sent in a round that begins after all steps.
+        if self._watchers and (self._round or self._round_steps < self._steps):
+            self._late = self._loop.call_later(_LATE_S, self._send)
