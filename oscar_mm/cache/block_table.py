@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -136,6 +137,11 @@ class SlotPool:
         owners = self._references
         return next((index for index, slot in enumerate(slots) if owners[slot] > 1), None)
 
+    def count_shared(self, slots: Iterable[int]) -> int:
+        """Return how many of the first slots have several owners, up to the first that has one."""
+        owners = self._references
+        return sum(1 for _ in takewhile(lambda slot: owners[slot] > 1, slots))
+
     def release(self, slots: Iterable[int]) -> None:
         """Remove an owner from each slot; a slot without owners becomes free."""
         for slot in slots:
@@ -254,6 +260,10 @@ class DryRunSlots:
     def owners(self, slot: int) -> int:
         """Return the number of owners of a slot."""
         return self._slots.owners(slot)
+
+    def count_shared(self, slots: Iterable[int]) -> int:
+        """Return how many of the first slots have several owners; the plan holds if fewer do."""
+        return self._slots.count_shared(takewhile(lambda slot: slot not in self._given, slots))
 
 
 @dataclass(slots=True)

@@ -306,7 +306,10 @@ class PageStore:
         self.policy = KVPolicy.of(policy)
         self.allocators = {bits: SlotPool() for bits in (*self.policy.packed_bits, PLAIN)}
         self.window_pages: list[WindowPages] = []
-        self.steady = SteadyRows(self.policy, self.allocators, self.window_pages)
+        self._dropped: deque[list[SequenceTable]] = deque()
+        self.steady = SteadyRows(
+            self.policy, self.allocators, self._dropped.append, self.window_pages
+        )
         self.windows: dict[int, int] = {}
         self._places: dict[int, WindowPages] = {}
         self.layers: dict[int, LayerPools] = {}
@@ -323,7 +326,6 @@ class PageStore:
         )
         self._with_states: weakref.WeakSet[StateHolder] = weakref.WeakSet()
         self._joining = threading.Lock()  # held briefly: a new cache need not wait for a pass
-        self._dropped: deque[list[SequenceTable]] = deque()
 
     def free_outside_windows(self, windows: Mapping[int, int]) -> None:
         """Let layers with sliding windows store only the pages that windows reach.
@@ -541,7 +543,7 @@ class PageStore:
             change(self.allocators[PLAIN], sequence.spare)
 
     def collect(self) -> None:
-        """Release the slots of garbage-collected caches."""
+        """Release the slots of garbage-collected caches, and those that steady rows have left."""
         while self._dropped:
             self.release(self._dropped.popleft())
 
@@ -555,6 +557,9 @@ class PageStore:
         if self.paused:
             return
         owners = self._registered()  # Strong references, so that no owner is collected meanwhile.
+        for _, sequences in owners:
+            for sequence in sequences:
+                sequence.settle()
         self.collect()
         self.sweep()
         for bits, slots in self.allocators.items():

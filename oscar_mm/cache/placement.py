@@ -60,20 +60,22 @@ def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Cou
     return waiting - last * (last < min_page_tokens(policy, bits))
 
 
-def max_spare(in_16_bit: int, room: int, keeps: int = 1) -> int:
+def max_spare(in_16_bit: int, room: int, keeps: int = 1, shared: int = 0) -> int:
     """Return the maximum number of spare 16-bit slots of a sequence after a decode step.
 
-    The maximum is ``keeps`` if each packed token passes its slot on to a later token. Otherwise,
-    several slots are allocated at once, so that other sequences cannot take them from an in-flight
-    step and pools seldom grow. Their number stays small relative to the sequence's 16-bit tokens.
+    The maximum is ``keeps`` if each packed token passes its slot on to a later token, and more if
+    the next slots are shared, which are not passed on. Otherwise, several slots are allocated at
+    once, so that other sequences cannot take them from an in-flight step and pools seldom grow.
+    Their number stays small relative to the sequence's 16-bit tokens.
 
     Args:
         in_16_bit: number of the sequence's tokens in 16-bit precision.
         room: number of free positions in the last page of the new token's stream; 0 if pages are
             written all at once.
         keeps: see ``SequenceTable``.
+        shared: number of the stream's oldest slots that other sequences share.
     """
-    return keeps if room else max(keeps, min(in_16_bit // 4, MAX_SPARE))
+    return max(keeps, min(1 + shared if room else in_16_bit // 4, MAX_SPARE))
 
 
 def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
@@ -182,7 +184,8 @@ class TokenPlacer:
                 self._own_stream(sequence, leaving)
                 emptied, _ = self._pack(row, sequence, leaving, [], in_window)
         before = sequence.in_16_bit + len(emptied)
-        most = max_spare(before, self._room(stream), sequence.keeps)
+        room = self._room(stream)
+        most = max_spare(before, room, sequence.keeps, self._recent.count_shared(stream.slots))
         if new:
             if not spare:
                 spare += self._recent.allocate(most)
@@ -445,7 +448,9 @@ def slot_forecast(
     added = {bits: np.zeros(answer + 1, np.int64) for bits in held}
     # All packed tokens, and the packed tokens whose slots are not shared with the past.
     all_packed, own_packed = np.zeros_like(time), np.zeros_like(time)
+    # Free positions in each stream's last page, and its slots that are shared with the past.
     rooms: dict[int, np.ndarray] = {}
+    shared: dict[int, np.ndarray] = {}
     for code in sorted({*past.streams, *np.unique(codes).tolist(), *said}):
         modality = Modality(code % SINK)
         bits = PLAIN if code >= SINK else policy.bits_for(modality)
@@ -463,6 +468,7 @@ def slot_forecast(
             begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
             held[bits] += len(set(stream.pages)) + begun
             rooms[code] = room + begun * PAGE_TOKENS - packed
+            shared[code] = np.maximum(len(stream.slots) - packed, 0)
             # The forecast includes a copy of a page that is continued.
             added[bits] += begun + ((packed > 0) & (room > 0))
         all_packed += packed
@@ -471,13 +477,14 @@ def slot_forecast(
         added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
     in_16_bit = np.concatenate([[past.in_16_bit], held[PLAIN][:-1]])
     new_packed, new_own = (np.diff(counts, prepend=0) for counts in (all_packed, own_packed))
-    most = (in_16_bit // 4).clip(1, MAX_SPARE)  # same rule as ``max_spare``
+    most = (in_16_bit // 4).clip(1, MAX_SPARE)  # Same rule as ``max_spare``, here and below.
     said_codes = np.where(time <= left, Modality.TEXT + SINK, int(Modality.TEXT))
     # Spare slots. A prompt of a single token is placed like a token of the answer.
     first = 0 if len(new) == len(codes) == 1 else 1
     said_codes[:1] = codes[:1] if first == 0 else said_codes[:1]
     for code in rooms:
-        most[(said_codes == code) & (rooms[code] > 0)] = 1
+        passes_on = (said_codes == code) & (rooms[code] > 0)
+        most[passes_on] = np.minimum(1 + shared[code][passes_on], MAX_SPARE)
     # Without a window the new token itself is packed.
     is_packed = (new_packed > 0) & (policy.window == 0)
     emptied = np.maximum(new_own - is_packed, 0)

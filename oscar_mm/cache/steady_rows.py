@@ -1,17 +1,17 @@
 """Steady rows: decode steps of many rows at once, in which no row allocates or releases a slot.
 
 In most decode steps, a row's new token takes a spare slot. If the last page of its stream has room,
-the token that leaves the window is packed, and its slot becomes the spare slot. The number of such
-steady steps is known when the first one is planned. Until the last one, ``SteadyRows`` keeps the
-row's slots in arrays and plans its steps together with those of other rows. The ``SequenceTable``
-includes these steps only when something reads it, which ends them; so code that changes a sequence
-need not know about steady steps.
+the token that leaves the window is packed, and its slot becomes the spare slot, unless other
+sequences share it. The number of such steady steps is known when the first one is planned. Until
+the last one, ``SteadyRows`` keeps the row's slots in arrays and plans its steps together with those
+of other rows. The ``SequenceTable`` includes these steps only when something reads it, which ends
+them; so code that changes a sequence need not know about steady steps.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,11 +46,14 @@ class SteadyRow:
         index: index of the row in these arrays.
         before: the row before these steps, which owns ``spare`` slots.
         packs: whether each step packs a token.
+        leaves: whether the slots of the packed tokens are shared, and so left to the others.
     """
 
-    def __init__(self, rows: SteadyRows, index: int, before: SequenceTable, *, packs: bool) -> None:
+    def __init__(
+        self, rows: SteadyRows, index: int, before: SequenceTable, *, packs: bool, leaves: bool
+    ) -> None:
         self.index = index
-        self._rows, self._before, self._packs = rows, before, packs
+        self._rows, self._before, self._packs, self._leaves = rows, before, packs, leaves
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -69,7 +72,7 @@ class SteadyRow:
         kept = len(stream.slots)
         if self._packs:
             first = steps % len(slots)
-            slots = slots[first:] + slots[:first]
+            slots = slots[first:] + ([] if self._leaves else slots[:first])
             stream.fill(steps, [], 0)
         else:
             kept += steps
@@ -84,7 +87,11 @@ class SteadyRow:
 
     def end(self) -> SequenceTable:
         """Return the row's table, and leave the arrays."""
-        table = self.after(self.count)
+        steps = self.count
+        table = self.after(steps)
+        if self._leaves:
+            left = self._before.streams[_TEXT].slots[:steps].tolist()
+            self._rows.drop([SequenceTable(spare=left)])
         self._rows.free.append(self.index)
         return table
 
@@ -100,6 +107,7 @@ class SteadyRows:
     Args:
         policy: how keys and values are stored.
         allocators: slot pools of the store, by bits.
+        drop: function that releases the slots of sequences later, as any thread may end steps.
         window_pages: see ``room``.
 
     Attributes:
@@ -112,9 +120,10 @@ class SteadyRows:
         self,
         policy: KVPolicy,
         allocators: Mapping[Bits, SlotPool],
+        drop: Callable[[list[SequenceTable]], None],
         window_pages: Sequence[WindowPages] = (),
     ) -> None:
-        self._policy, self._allocators = policy, allocators
+        self._policy, self._allocators, self.drop = policy, allocators, drop
         self._window_pages = window_pages
         self._bits = policy.bits_for(Modality.TEXT)
         first, second, *_ = *policy.packed_bits, None, None
@@ -127,8 +136,8 @@ class SteadyRows:
         self.counts, self._left, self._head, self._page, self._first = np.zeros((5, 0), np.int32)
         # By row, ``SteadyStep.text`` of its first steady step.
         self._text = np.zeros((0, 4), np.int32)
-        # The slots of a row that packs tokens are a ring. They come twice, so that those in use are
-        # adjacent wherever its head is.
+        # The slots of a row that packs tokens and passes them on are a ring. They come twice, so
+        # that those in use are adjacent wherever its head is.
         self._slots = np.zeros((0, max(2 * (policy.window + 1), MAX_SPARE + 1)), np.int32)
         self._past = StoredTokens.of([SequenceTable().entries(self._formats)])
 
@@ -141,16 +150,19 @@ class SteadyRows:
         before = SequenceTable(*row.fields)
         stream, index = before.streams[_TEXT], self._free_index()
         packs = self._room(stream) > 0
+        leaves = packs and self._allocators[PLAIN].count_shared(stream.slots) > 0
         self.counts[index] = self._head[index] = 0
         self._left[index] = steps
         self._page[index] = stream.pages[-1] if packs else -1
         self._first[index] = stream.stops[-1] if packs else 0
         tail = len(before.codes) - len(before.codes.rstrip(bytes([_TEXT])))
         self._text[index] = tail, len(stream.slots), len(stream.pages), len(before.codes)
-        slots = 2 * _in_order(before) if packs else before.spare
+        slots = _in_order(before) if packs else before.spare
+        if packs and not leaves:
+            slots = 2 * slots
         self._slots[index, : len(slots)] = slots
         self._write_past(index, row, 0 if packs else steps)
-        row.deferred = deferred = SteadyRow(self, index, before, packs=packs)
+        row.deferred = deferred = SteadyRow(self, index, before, packs=packs, leaves=leaves)
         return deferred
 
     def _steps(
@@ -170,9 +182,14 @@ class SteadyRows:
         waiting = len(stream.slots) + 1 - policy.window
         if room := self._room(stream):
             is_own = self._allocators[self._bits].owners(stream.pages[-1]) == 1
-            if waiting != 1 or len(spare) > 1 or not is_own:
+            if waiting != 1 or not is_own:
                 return 0
             # A shared slot cannot be passed on to the next token.
+            if shared := self._allocators[PLAIN].count_shared(stream.slots):
+                # ``spare`` has a slot for each token in place of these, and perhaps more.
+                return min(room, shared, len(spare)) if len(spare) <= policy.window + 1 else 0
+            if len(spare) > 1:
+                return 0
             shared = self._allocators[PLAIN].first_shared(stream.slots)
             return room if shared is None else min(room, shared)
         # The sequence may have more tokens in 16-bit precision, and so more spare slots.

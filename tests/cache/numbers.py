@@ -178,7 +178,6 @@ class Numbers:
 
 def check_slots(store: PageStore, kv_managers: list[KVCacheManager]) -> None:
     """Check that every slot has as many owners as tables refer to it, so that none leaks."""
-    store.collect()
     owners = {bits: Counter() for bits in store.allocators}
     for sequence in itertools.chain.from_iterable(
         kv_manager.sequences for kv_manager in kv_managers
@@ -188,6 +187,7 @@ def check_slots(store: PageStore, kv_managers: list[KVCacheManager]) -> None:
             assert stream.bits.packed or not stream.pages
             owners[stream.bits].update(stream.pages)
             owners[PLAIN].update(stream.slots)
+    store.collect()  # Reading the tables ended steady steps.
     for bits, slots in store.allocators.items():
         assert slots.used == len(owners[bits])
         assert all(slots.owners(slot) == count for slot, count in owners[bits].items())

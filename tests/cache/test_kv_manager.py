@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -574,7 +575,7 @@ def begun(window: int = 32) -> KVCacheManager:
     kv_manager.advance(np.zeros((2, 200), np.int8))
     kv_manager.advance(np.zeros((2, 1), np.int8))
     for slots in kv_manager.allocators.values():  # Leave free slots in the pools.
-        slots.release(slots.allocate(40))
+        slots.release(slots.allocate(100))
     return kv_manager
 
 
@@ -660,6 +661,30 @@ def test_a_row_whose_page_has_room_keeps_one_spare_slot() -> None:
         most = max(most, len(row.spare))
         assert len(row.spare) == 1 or not row.streams[Modality.TEXT].room
     assert most > 4
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["", "a thread reads"])
+def test_rows_are_steady_while_a_fork_shares_their_window(reads: bool) -> None:
+    """They write to none of its slots, leave those that leave the window, and pass on their own."""
+    kv_manager, tokens = begun(), np.zeros((2, 1), np.int8)
+    twin, steady = kv_manager.fork(), 0
+    before = [table.copy() for table in twin.tables]
+    shared = {slot for row in before for stream in row.streams.values() for slot in stream.slots}
+    for step in range(60):
+        told = kv_manager.planned(tokens)
+        assert told is not None
+        steady += told.steady is not None and len(told.steady.rows) == 2
+        assert kv_manager.advance(tokens).planned is told
+        assert told.writes is not None and not shared & {*told.writes[2].tolist()}
+        if reads and step == 20:
+            with ThreadPoolExecutor(1) as pool:  # Ends the steady steps.
+                assert pool.submit(lambda: len(kv_manager.sequences[0].codes)).result() == 222
+    assert steady > 50
+    assert twin.sequences == before
+    check_slots(kv_manager.store, [kv_manager, twin])
+    kv_manager.hold([])
+    assert twin.sequences == before
+    check_slots(kv_manager.store, [twin])
 
 
 @pytest.mark.parametrize("change", ["nothing", "a fork", "spare slots released"])
