@@ -28,18 +28,32 @@ METHODS = {
 }
 """Rows that the pages name otherwise than the record."""
 SUMMARY = {
-    "step of one sequence, 8B, 2K tokens": ("h200", 2048, "standard, graph"),
-    "the same, 32K": ("h200", 32768, "standard, graph"),
-    "the same, 128K": ("h200, 23 November", 131072, "standard, graph"),
-    "step of one sequence, 30B, 2K tokens": ("h100-80gb-hbm3", 2048, "standard, graph"),
-    "vLLM with our pages, 8B, 32K": ("h200", 32768, "vLLM, our standard pages"),
-    "full memory, 8B, 32K tokens each": ("h200", "full", "standard, graph"),
-    "full memory, 30B, 32K tokens each": ("h100-80gb-hbm3", "full", "standard, graph"),
-    "the same, full memory": ("h200", "full", "vLLM, our standard pages"),
+    "step of one sequence, 8B, 2K tokens": ("h200", "8b", 2048, "standard, graph"),
+    "the same, 32K": ("h200", "8b", 32768, "standard, graph"),
+    "the same, 128K": ("h200, 23 November", "8b", 131072, "standard, graph"),
+    "step of one sequence, 8B in FP8, 32K tokens": (
+        "h200, FP8",
+        "8b-fp8",
+        32768,
+        "standard, graph",
+    ),
+    "step of one sequence, 30B, 2K tokens": ("h100-80gb-hbm3", "30b-a3b", 2048, "standard, graph"),
+    "step of one sequence, 30B in FP8, 32K tokens, H200": (
+        *("h200, FP8", "30b-a3b-fp8", 32768, "standard, graph"),
+    ),
+    "vLLM with our pages, 8B, 32K": ("h200", "8b", 32768, "vLLM, our standard pages"),
+    "full memory, 8B, 32K tokens each": ("h200", "8b", "full", "standard, graph"),
+    "full memory, 8B in FP8, 32K tokens each": ("h200, FP8", "8b-fp8", "full", "standard, graph"),
+    "full memory, 30B, 32K tokens each": ("h100-80gb-hbm3", "30b-a3b", "full", "standard, graph"),
+    "full memory, 30B in FP8, 32K tokens each, H200": (
+        *("h200, FP8", "30b-a3b-fp8", "full", "standard, graph"),
+    ),
+    "the same, full memory": ("h200", "8b", "full", "vLLM, our standard pages"),
 }
-"""Rows of the summary that are of ``benchmarks.peers``: run, context, method."""
+"""Rows of the summary that are of ``benchmarks.peers``: run, model, context, method."""
 PEERS = {
     "h200": "peers-nvidia-h200",
+    "h200, FP8": "peers-fp8-nvidia-h200",
     "h200, 23 November": "earlier/peers-nvidia-h200",
     "h100-80gb-hbm3": "peers-nvidia-h100-80gb-hbm3",
 }
@@ -113,9 +127,9 @@ def test_bits() -> None:
         assert (least, most) == pytest.approx((min(bits), max(bits)), abs=0.006), name
 
 
-def speeds(run: str, where: int | str) -> dict[str, float]:
-    """Milliseconds of a step, or tokens a second at full memory, by method, in 16-bit weights."""
-    rows = [row for row in record(PEERS[run]) if not row["model"].endswith(("fp8", "int4"))]
+def speeds(run: str, model: str, where: int | str) -> dict[str, float]:
+    """Milliseconds of a step, or tokens a second at full memory, by method."""
+    rows = [row for row in record(PEERS[run]) if row["model"] == f"qwen3-vl-{model}"]
     if where == "full":
         return {row["method"]: row["tokens_per_s"] for row in rows if "full" in row}
     return {row["method"]: row["ms"] for row in rows if row.get("context") == where}
@@ -123,8 +137,8 @@ def speeds(run: str, where: int | str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", SUMMARY)
 def test_the_summary_names_the_best_other_program(name: str) -> None:
-    run, where, method = SUMMARY[name]
-    measured = speeds(run, where)
+    run, model, where, method = SUMMARY[name]
+    measured = speeds(run, model, where)
     others = {
         other: speed
         for other, speed in measured.items()
@@ -163,7 +177,8 @@ NAMES = {
     ("heading", "run", "model"),
     [
         ("bf16 weights", "h200", "qwen3-vl-8b"),
-        ("FP8 weights", "h200", "qwen3-vl-8b-fp8"),
+        ("8B in FP8", "h200, FP8", "qwen3-vl-8b-fp8"),
+        ("30B-A3B in FP8", "h200, FP8", "qwen3-vl-30b-a3b-fp8"),
         ("23 November", "h200, 23 November", "qwen3-vl-8b"),
         ("30B-A3B on an H100", "h100-80gb-hbm3", "qwen3-vl-30b-a3b"),
     ],
@@ -242,11 +257,11 @@ def test_runs_of_serving() -> None:
 
 def test_steps_of_the_readme() -> None:
     shown = table(README, "Shape of Qwen3-VL-8B")
-    steps, full = speeds("h200", 32768), speeds("h200", "full")
+    steps, full = speeds("h200", "8b", 32768), speeds("h200", "8b", "full")
     # Other processes used the host meanwhile; the earlier run is fairer to transformers.
     earlier = "h200, 23 November"
     for x, where in ((steps, 32768), (full, "full")):
-        x["DynamicCache"] = speeds(earlier, where)["DynamicCache"]
+        x["DynamicCache"] = speeds(earlier, "8b", where)["DynamicCache"]
     for name, method in {
         "standard, the default": "standard, graph",
         "compact": "compact, graph",
