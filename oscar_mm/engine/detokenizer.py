@@ -28,7 +28,6 @@ class Detokenizer:
         min_tokens: number of tokens before stop strings are looked for.
 
     Attributes:
-        token_ids: all tokens so far.
         stop_text: the stop string that occurred; None if none has occurred so far.
     """
 
@@ -46,13 +45,11 @@ class Detokenizer:
         self._stop, self._lead, self._keeps_stop = stop, lead, keeps_stop
         self._pending = ""
         """Text that is decoded but not returned yet."""
-        # The text of tokens [0, _decoded) is final. Tokens from _context on, whose text is _known,
-        # are decoded again with every new token, because a tokenizer may strip the leading space of
-        # the first token that it decodes.
-        self._context = self._decoded = 0
-        self._before = list(before)
-        self._known = self._decode(self._before)
-        self.token_ids: list[int] = []
+        # These tokens are decoded again with every new token, because a tokenizer may strip the
+        # leading space of the first token that it decodes. Their text begins with _known, which
+        # has been returned and is that of the first _decoded of them.
+        self._recent = list(before)
+        self._decoded, self._known = len(before), self._decode(self._recent)
         self.stop_text: str | None = None
 
     @property
@@ -66,24 +63,30 @@ class Detokenizer:
         Tokens that are added together are decoded together, unless there are stop strings or
         invalid bytes, whose text depends on which tokens are decoded together.
         """
-        self.token_ids += tokens
-        text = self._recent_text()
-        if len(tokens) > 1 and (self._stop or "\ufffd" in text[len(self._known) :]):
-            del self.token_ids[-len(tokens) :]
-            return "".join(self.push(token) for token in tokens if not self.stopped)
+        if len(tokens) > 1 and self._stop:
+            return self._push_each(tokens)
+        self._recent += tokens
+        text = self._decode(self._recent)
+        if len(tokens) > 1 and "\ufffd" in text[len(self._known) :]:
+            del self._recent[-len(tokens) :]
+            return self._push_each(tokens)
+        self._min_tokens -= len(tokens)
         self._take(self._new_text(text, whole_characters=True))
-        if not self._stop or len(self.token_ids) <= self._min_tokens:
+        if not self._stop or self._min_tokens >= 0:
             return self._give(len(self._pending))
         last = self._up_to_stop()
         if last is not None:
             return last
         return self._give(len(self._pending) - self._possible_stop())
 
+    def _push_each(self, tokens: Sequence[int]) -> str:
+        return "".join(self.push(token) for token in tokens if not self.stopped)
+
     def finish(self) -> str:
         """Return the withheld text, including incomplete characters."""
         if self.stopped:
             return ""
-        self._take(self._new_text(self._recent_text(), whole_characters=False))
+        self._take(self._new_text(self._decode(self._recent), whole_characters=False))
         last = self._up_to_stop()
         return self._give(len(self._pending)) if last is None else last
 
@@ -105,15 +108,11 @@ class Detokenizer:
             self._pending = self._pending.lstrip(self._lead)
             self._lead = "" if self._pending else self._lead
 
-    def _recent_text(self) -> str:
-        """Return the text of the newest tokens, and of those before them that are decoded again."""
-        return self._decode(self._before + self.token_ids[self._context :])
-
     def _new_text(self, text: str, *, whole_characters: bool) -> str:
         """Return what tokens have added to the text since the last call.
 
         Args:
-            text: present result of ``_recent_text``.
+            text: text of ``_recent``.
             whole_characters: whether to return "" while the text ends with an incomplete character.
         """
         known = self._known
@@ -122,10 +121,10 @@ class Detokenizer:
         if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
             return ""
         self._known = text
-        if len(self.token_ids) - self._context >= CONTEXT:
-            self._context, self._before = self._decoded, []
-            self._known = self._decode(self.token_ids[self._context :])
-        self._decoded = len(self.token_ids)
+        if len(self._recent) >= CONTEXT:
+            del self._recent[: self._decoded]
+            self._known = self._decode(self._recent)
+        self._decoded = len(self._recent)
         return text[len(known) :]
 
     def _possible_stop(self) -> int:

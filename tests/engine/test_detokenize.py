@@ -73,9 +73,8 @@ def test_a_stop_text_at_an_end_within_a_character() -> None:
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=20))
 def test_any_tokens(tokens: list[int]) -> None:
     """A model may generate parts of characters, invalid UTF-8 and special tokens."""
-    given_out, text = pieces(BYTE_LEVEL, tokens)
+    given_out, _ = pieces(BYTE_LEVEL, tokens)
     assert "".join(given_out) == decoded(BYTE_LEVEL, tokens)
-    assert text.token_ids == tokens
 
 
 @settings(max_examples=300, deadline=None)
@@ -139,9 +138,8 @@ def test_a_character_that_never_ends_comes_at_the_end() -> None:
 
 def test_special_tokens_are_skipped() -> None:
     tokens = BYTE_LEVEL("a<|im_start|><|image_pad|>b<|im_end|>")["input_ids"]
-    given_out, text = pieces(BYTE_LEVEL, tokens)
+    given_out, _ = pieces(BYTE_LEVEL, tokens)
     assert "".join(given_out) == "ab"
-    assert text.token_ids == tokens
 
 
 def test_text_comes_without_delay() -> None:
