@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from anyio.to_thread import run_sync
 from fastapi.responses import Response, StreamingResponse
@@ -43,8 +43,8 @@ class AnswerFormat(Protocol):
 
     def piece(
         self, index: int, piece: Piece, logprobs: Sequence[TokenLogprob] | None, /
-    ) -> Iterator[str | bytes]:
-        """Yield the events for a piece of an answer."""
+    ) -> Iterator[str]:
+        """Yield the events for a piece of an answer, except speech."""
         ...
 
     def end(self, index: int, choice: Choice, /) -> Iterator[str | bytes]:
@@ -99,8 +99,8 @@ class EventStream(StreamingResponse):
         """Send the events, then end the answers."""
         answer, *others = self._answers.answers
         try_send = scope.get("extensions", {}).get(TRY_SEND)
-        if try_send is not None and not others:
-            answer.try_send = partial(_try_send, try_send, self._written)
+        if try_send is not None and not others and answer.request.spoken is None:
+            answer.try_send = partial(_try_send, try_send, self._written, answer)
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -108,16 +108,15 @@ class EventStream(StreamingResponse):
 
 
 def _try_send(
-    try_send: Callable[[Callable[[], bytes]], bool],
-    written: AnswerFormat,
-    pieces: Iterator[Piece],
-    take_logprobs: Callable[[], Sequence[TokenLogprob] | None],
+    try_send: Callable[[Callable[[], bytes]], bool], written: AnswerFormat, answer: RunningAnswer
 ) -> bool:
     """Send the events for pieces of the only answer; see ``RunningAnswer.try_send``."""
 
     def part() -> bytes:
-        events = (event for piece in pieces for event in written.piece(0, piece, take_logprobs()))
-        return b"".join(event.encode() if isinstance(event, str) else event for event in events)
+        events = list[str]()
+        for piece in cast("Iterator[Piece]", answer.buffered()):
+            events += written.piece(0, piece, answer.take_logprobs())
+        return "".join(events).encode()
 
     return try_send(part)
 

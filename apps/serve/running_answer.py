@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import groupby
 from time import perf_counter
 from typing import cast
@@ -27,8 +27,6 @@ from oscar_mm.errors import MemoryBusy
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
 
-TrySend = Callable[[Iterator[Piece], Callable[[], Sequence[TokenLogprob] | None]], bool]
-
 
 class RunningAnswer:
     """An answer that is being generated, with a buffer of pieces not yet consumed.
@@ -45,9 +43,8 @@ class RunningAnswer:
         arrival: ``perf_counter()`` when the request arrived.
 
     Attributes:
-        try_send: function that sends pieces unless the client is slow, and returns whether it has.
-            Its arguments are an iterator of pieces and ``take_logprobs``; it uses neither if it
-            returns False. None if only the task of the stream can send pieces.
+        try_send: function that sends the ``buffered`` pieces unless the client is slow, and returns
+            whether it has. None if only the task of the stream can send pieces.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class RunningAnswer:
         self.request, self.gone = request, gone
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[Piece | Speech | CompletedAnswer] = deque()
-        self.try_send: TrySend | None = None
+        self.try_send: Callable[[], bool] | None = None
         self._changed: asyncio.Future[None] | None = None
         """Future that is done when pieces arrive, the thread ends, or the answer must end."""
         self._steps = conversations.answer_steps(request)
@@ -77,6 +74,8 @@ class RunningAnswer:
         self._times = AnswerTimes(queue.metrics, arrival)
         self._known = 0
         """Number of tokens that the chat had before this answer."""
+        self._read = 0
+        """Number of tokens of earlier turns and of the prompt that were not in a cache."""
         self._logprobs_taken = 0
         """Number of tokens whose log-probabilities ``take_logprobs`` has returned."""
         queue.metrics.running.inc()
@@ -126,12 +125,16 @@ class RunningAnswer:
         with as_refusals():
             while self._completed is None:
                 await self._wait()
-                for piece in joined(self._pieces):
+                for piece in self.buffered():
                     if isinstance(piece, CompletedAnswer):
                         self._completed = piece
                     else:
                         yield piece
         self._times.end(self.completed)
+
+    def buffered(self) -> Iterator[Piece | Speech | CompletedAnswer]:
+        """Remove and yield the buffered pieces, merging adjacent ones; see ``joined``."""
+        return joined(self._pieces)
 
     def take_logprobs(self) -> list[TokenLogprob] | None:
         """Return the log-probabilities that are new since the last call; None if not requested."""
@@ -156,15 +159,19 @@ class RunningAnswer:
         running_request = self._running_request
         if running_request is None or self._is_ending:
             return
-        self._add(running_request.take_pieces())
-        read, written = self._tokens_read(running_request), running_request.output_tokens
-        self.slot.cost = token_cost(read, written)
+        pieces = running_request.take_pieces()
+        if not self._times.count:  # The cache is searched before the first token.
+            self._read = self._tokens_read(running_request)
+        self._add(pieces, running_request)
+        self.slot.cost = token_cost(self._read, running_request.output_tokens)
         # After ``take_pieces``, which ends the request if the tokenizer fails. Pieces that come
         # later go to the thread.
-        if running_request.is_over:
+        is_over = running_request.is_over
+        if is_over:
             self._running_request = None
             self._start_thread()
-        if self._pieces and self.request.stream and not self._try_send():
+        # The thread may now buffer the complete answer, which only the task can send.
+        if self._pieces and self.request.stream and (is_over or not self._try_send()):
             self._wake()
 
     def _try_send(self) -> bool:
@@ -175,13 +182,11 @@ class RunningAnswer:
         Returns:
             Whether the task need not be woken.
         """
-        waiting, pieces = self._changed, self._pieces
+        waiting = self._changed
         if self.try_send is None or waiting is None or waiting.done():
             return False
-        if any(isinstance(piece, Speech | CompletedAnswer) for piece in pieces):
-            return False
         try:
-            return self.try_send(cast("Iterator[Piece]", joined(pieces)), self.take_logprobs)
+            return self.try_send()
         except Exception as error:  # Must end this answer only: the caller goes on to others.
             waiting.set_exception(error)
             return True
@@ -209,25 +214,24 @@ class RunningAnswer:
                 break
             if isinstance(step, Request):
                 return step
-            if not isinstance(step, Chat | WholePrompt):
-                self._add([step])
+            if isinstance(step, CompletedAnswer):
+                self.slot.cost = token_cost(step.prompt_tokens - step.cached_tokens, step.tokens)
+                self._pieces.append(step)
+            elif not isinstance(step, Chat | WholePrompt):
+                self._add([step], self._chat and self._chat.answering)
         return None
 
-    def _add(self, pieces: Sequence[Piece | Speech | CompletedAnswer]) -> None:
+    def _add(self, pieces: Iterable[Piece | Speech], running: Request | None) -> None:
         """Buffer pieces that have just arrived, and record their tokens in the metrics."""
         has_text = False
         for piece in filter(None, pieces):
-            if isinstance(piece, CompletedAnswer):
-                read = piece.prompt_tokens - piece.cached_tokens
-                self.slot.cost = token_cost(read, piece.tokens)
-            elif not isinstance(piece, Speech):
-                has_text = True
             self._pieces.append(piece)
-        if self._pieces:
+            has_text |= not isinstance(piece, Speech)
+        if self._pieces and not self._times.count:
             self.queue.first_piece_watchers.discard(self.collect)
-        if has_text and self._chat is not None and (writing := self._chat.answering) is not None:
+        if has_text and running is not None:
             # Includes tokens whose pieces are taken later, but no frames of speech.
-            self._times.note(len(writing.written.token_ids))
+            self._times.note(running.text_tokens)
 
     def _tokens_read(self, running: Request) -> int:
         """Return the tokens of earlier turns and of the prompt that were not in a cache."""

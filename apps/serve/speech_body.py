@@ -117,7 +117,7 @@ class SpeechWriter:
         """Yield nothing: the stream begins with the first samples."""
         return iter(())
 
-    def piece(self, _: int, __: Piece, ___: object) -> Iterator[bytes]:
+    def piece(self, _: int, __: Piece, ___: object) -> Iterator[str]:
         """Yield nothing for a piece of the text, which the client knows."""
         return iter(())
 

@@ -81,8 +81,8 @@ class OutputProcessor:
         pieces: list[Piece] = []
         for place, (token, at) in enumerate(sampled):
             if self._decoder.has_begun and not self.may_stop:
-                tokens, times = zip(*sampled[place:], strict=True)
-                return pieces + self._parsed(tokens, times[-1])
+                tokens = [token for token, _ in sampled[place:]]
+                return pieces + self._parsed(tokens, sampled[-1][1])
             pieces += self.push(token, at)
         return pieces
 
@@ -96,13 +96,13 @@ class OutputProcessor:
             at: ``time.perf_counter()`` when it was sampled.
         """
         self._first = self._first or at
-        return self._parsed((token,), at) or [""]
+        return self._parsed([token], at) or [""]
 
-    def _parsed(self, tokens: Sequence[int], at: float) -> list[Piece]:
+    def _parsed(self, tokens: list[int], at: float) -> list[Piece]:
         """Add tokens, the last of them sampled at ``at``, and return the pieces."""
         self._last = at
         self.token_ids += tokens
-        parts: list[Part] = [*tokens]
+        parts: list[Part] = cast("list[Part]", tokens)
         for parser in self._parsers:
             parts = parser.parse(parts)
         return self._collect(parts)

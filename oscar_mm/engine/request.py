@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -52,6 +51,7 @@ class RequestEngine(Protocol):
 
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 _INTERRUPTED = "a step of several requests was interrupted"
 
 
@@ -86,6 +86,7 @@ class Request(RequestState):
         submitted: whether the request is, or was, in the engine's queue.
         cancelled: whether ``cancel`` ended the request.
         prompt_tokens: prompt length as reported in the answer.
+        text_tokens: number of tokens generated so far, without those of speech.
         prompt_logprobs: log-probabilities of the prompt; None unless ``sampling`` requests them.
     """
 
@@ -138,8 +139,9 @@ class Request(RequestState):
         self.client: tuple[str, ...] = ()
         top = sampling.prompt_logprobs
         self.prompt_logprobs = None if top is None else PromptLogprobs(ids, top)
-        self._pieces: deque[Piece | Speech] = deque()
-        self._unwritten: deque[tuple[int, float]] = deque()
+        self.text_tokens = 0
+        self._pieces: list[Piece | Speech] = []
+        self._unwritten: list[tuple[int, float]] = []
         """Tokens that are not detokenized yet, and when they were sampled."""
         # Reentrant, since a finalizer may run in a thread that holds it.
         self._writing = threading.RLock()
@@ -174,7 +176,7 @@ class Request(RequestState):
     @property
     def output_tokens(self) -> int:
         """Number of tokens generated so far."""
-        return len(self.written.token_ids)
+        return self.text_tokens
 
     def take_pieces(self) -> list[Piece | Speech]:
         """Remove and return the queued pieces of the iterator; the result may be empty.
@@ -183,7 +185,7 @@ class Request(RequestState):
         than tokens. Call this only from the thread that consumes the request.
         """
         self._detokenize(together=True)
-        return [self._pieces.popleft() for _ in range(len(self._pieces))]
+        return _taken(self._pieces)
 
     @property
     def written(self) -> OutputProcessor:
@@ -202,6 +204,7 @@ class Request(RequestState):
         The thread that takes the pieces detokenizes it, not the engine thread, unless its text may
         end the answer.
         """
+        self.text_tokens += 1
         self._unwritten.append((token, time.perf_counter()))
         if self.may_stop and self.written.stopped:
             self.ended = True  # ``|=`` could undo a concurrent ``cancel``.
@@ -211,9 +214,9 @@ class Request(RequestState):
         with self._writing:
             try:
                 while self._unwritten:
-                    count = len(self._unwritten) if together else 1
-                    sampled = [self._unwritten.popleft() for _ in range(count)]
-                    self._pieces += self._written.push_all(sampled)
+                    sampled = _taken(self._unwritten)
+                    for some in [sampled] if together else [[one] for one in sampled]:
+                        self._pieces += self._written.push_all(some)
             except Exception as error:  # A tokenizer may raise anything; fail only this request.
                 self._unwritten.clear()
                 self.fail(error)
@@ -240,8 +243,7 @@ class Request(RequestState):
                 self.engine.run_until(lambda: self.is_ready)
                 ended = self.is_over
                 self._detokenize()
-                while self._pieces:
-                    yield self._pieces.popleft()
+                yield from _taken(self._pieces)
             self._raise_error()
             yield from self.written.finish()
         finally:
@@ -330,3 +332,10 @@ class PrefillRequest(Request):
 
     def write(self, token: int) -> None:
         """Discard the token that would follow the prompt."""
+
+
+def _taken(items: list[Item]) -> list[Item]:
+    """Remove and return all items; another thread may append some meanwhile."""
+    taken = items[:]
+    del items[: len(taken)]
+    return taken
