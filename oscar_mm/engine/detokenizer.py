@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 8
-"""Number of tokens decoded again with every new token; more while the newest tokens have no text
-yet."""
+"""Number of tokens decoded again with every new token, except by byte-level tokenizers; more while
+the newest tokens have no text yet."""
 
 
 class Detokenizer:
@@ -45,9 +47,11 @@ class Detokenizer:
         self._stop, self._lead, self._keeps_stop = stop, lead, keeps_stop
         self._pending = ""
         """Text that is decoded but not returned yet."""
-        # These tokens are decoded again with every new token, because a tokenizer may strip the
-        # leading space of the first token that it decodes. Their text begins with _known, which
-        # has been returned and is that of the first _decoded of them.
+        # Bytes mean the same wherever decoding begins; other tokenizers may strip the leading space
+        # of the first token that they decode.
+        self._context = 0 if _is_byte_level(tokenizer) else CONTEXT
+        # These tokens are decoded with the next ones. Their text begins with _known, which has been
+        # returned and is that of the first _decoded of them.
         self._recent = list(before)
         self._decoded, self._known = len(before), self._decode(self._recent)
         self.stop_text: str | None = None
@@ -70,9 +74,12 @@ class Detokenizer:
         if len(tokens) > 1 and "\ufffd" in text[len(self._known) :]:
             del self._recent[-len(tokens) :]
             return self._push_each(tokens)
-        self._min_tokens -= len(tokens)
-        self._take(self._new_text(text, whole_characters=True))
-        if not self._stop or self._min_tokens >= 0:
+        new = self._without_lead(self._new_text(text, whole_characters=True))
+        if not self._stop:
+            return new
+        self._pending += new
+        self._min_tokens -= 1
+        if self._min_tokens >= 0:
             return self._give(len(self._pending))
         last = self._up_to_stop()
         if last is not None:
@@ -86,7 +93,8 @@ class Detokenizer:
         """Return the withheld text, including incomplete characters."""
         if self.stopped:
             return ""
-        self._take(self._new_text(self._decode(self._recent), whole_characters=False))
+        text = self._decode(self._recent)
+        self._pending += self._without_lead(self._new_text(text, whole_characters=False))
         last = self._up_to_stop()
         return self._give(len(self._pending)) if last is None else last
 
@@ -102,11 +110,11 @@ class Detokenizer:
         _, end, self.stop_text = min(found)
         return self._give(end, drop_rest=True)
 
-    def _take(self, text: str) -> None:
-        self._pending += text
-        if self._lead and self._pending:
-            self._pending = self._pending.lstrip(self._lead)
-            self._lead = "" if self._pending else self._lead
+    def _without_lead(self, text: str) -> str:
+        if self._lead and text:
+            text = text.lstrip(self._lead)
+            self._lead = "" if text else self._lead
+        return text
 
     def _new_text(self, text: str, *, whole_characters: bool) -> str:
         """Return what tokens have added to the text since the last call.
@@ -121,7 +129,9 @@ class Detokenizer:
         if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
             return ""
         self._known = text
-        if len(self._recent) >= CONTEXT:
+        if not self._context:
+            self._recent, self._known = [], ""
+        elif len(self._recent) >= self._context:
             del self._recent[: self._decoded]
             self._known = self._decode(self._recent)
         self._decoded = len(self._recent)
@@ -146,7 +156,23 @@ class Detokenizer:
 
 
 def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Return a function that decodes tokens, without special tokens.
+    """Return a function that decodes tokens, without special tokens."""
+    if (backend := _backend(tokenizer)) is not None:
+        return partial(backend.decode, skip_special_tokens=True)
+    return cast(
+        Callable[[list[int]], str],  # A list only for batches.
+        partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+    )
+
+
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the bytes of a text are the bytes of its tokens, one token after the other."""
+    backend = _backend(tokenizer)
+    return backend is not None and isinstance(backend.decoder, ByteLevel)
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """Return the tokenizer of ``tokenizers`` that decodes like this one, if there is one.
 
     Transformers' own methods take several times as long as the decoding of a few tokens, so they
     are bypassed where no subclass or object changes them.
@@ -154,9 +180,5 @@ def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     fast, kind = PreTrainedTokenizerFast, cast(Any, type(tokenizer))
     unchanged = issubclass(kind, fast) and "decode" not in vars(tokenizer)
     if unchanged and (kind.decode, kind._decode) == (fast.decode, fast._decode):
-        backend = cast(PreTrainedTokenizerFast, tokenizer).backend_tokenizer
-        return partial(backend.decode, skip_special_tokens=True)
-    return cast(
-        Callable[[list[int]], str],  # A list only for batches.
-        partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-    )
+        return cast(PreTrainedTokenizerFast, tokenizer).backend_tokenizer
+    return None
