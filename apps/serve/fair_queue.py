@@ -127,9 +127,10 @@ class Share:
         if self.parent is None:
             return
         latest = self.parent.latest
-        others = self.parent.waiting or ([] if latest is None else [latest])
-        lowest = min((other.served for other in others), default=0.0)
-        self.settled += max(0.0, lowest - self.served)
+        others = self.parent.waiting or ([] if latest in (None, self) else [latest])
+        if others:
+            lowest = min(other.served for other in others)
+            self.settled += max(0.0, lowest - self.served)
 
 
 class FairQueue:
@@ -207,7 +208,10 @@ class FairQueue:
     def _next(self) -> Waiter | None:
         share, mean = self._all, self._usual_cost
         while share.parts and share.waiters:
-            share = min(share.waiting, key=lambda part: part.expected(mean))
+            waiting = share.waiting
+            share = waiting[0]
+            if len(waiting) > 1:  # A counter is a sum over all running answers of a client.
+                share = min(waiting, key=lambda part: part.expected(mean))
         return next(iter(share.waiters), None)
 
     @property
