@@ -113,7 +113,7 @@ def _try_send(
     """Send the events for pieces of the only answer; see ``RunningAnswer.try_send``."""
 
     def part() -> bytes:
-        events = list[str]()
+        events: list[str] = []
         for piece in cast("Iterator[Piece]", answer.buffered()):
             events += written.piece(0, piece, answer.take_logprobs())
         return "".join(events).encode()
