@@ -10,6 +10,7 @@ from typing import cast
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.engine.answer import Answer, Reasoning, ReasoningSpan, Timings
 from oscar_mm.engine.output_parsers.output_parser import OutputContext, Part
+from oscar_mm.engine.output_parsers.reasoning import ReasoningParser
 from oscar_mm.engine.output_parsers.registry import parsers_of
 from oscar_mm.engine.output_parsers.text_decoder import TextDecoder
 from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta, joined_calls
@@ -33,6 +34,8 @@ class OutputProcessor:
         self._parsers = parsers_of(context)
         self.may_stop = any(parser.may_stop for parser in self._parsers)
         self._decoder = next(one for one in self._parsers if isinstance(one, TextDecoder))
+        reasoners = (one for one in self._parsers if isinstance(one, ReasoningParser))
+        self._reasoner = next(reasoners, None)
         self._texts: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self._reasoning: list[str] = []
@@ -72,19 +75,28 @@ class OutputProcessor:
     def push_all(self, sampled: Sequence[tuple[int, float]]) -> list[Piece]:
         """Add tokens and return the pieces that they complete.
 
-        Tokens of the text are decoded together if that cannot change the answer: this takes a
-        fraction of the time that ``push`` takes for each of them.
+        Tokens of the text, or of the reasoning, are decoded together if that cannot change the
+        answer: this takes a fraction of the time that ``push`` takes for each of them.
 
         Args:
             sampled: for each token, the arguments of ``push``.
         """
         pieces: list[Piece] = []
-        for place, (token, at) in enumerate(sampled):
-            if self._decoder.has_begun and not self.may_stop:
-                tokens = [token for token, _ in sampled[place:]]
-                return pieces + self._parsed(tokens, sampled[-1][1])
-            pieces += self.push(token, at)
+        while sampled:
+            tokens = [token for token, _ in sampled]
+            count = 0 if self.may_stop else self._alike(tokens)
+            if count > 1:
+                pieces += self._parsed(tokens[:count], sampled[0][1], sampled[count - 1][1])
+            else:
+                pieces += self.push(*sampled[0])
+            sampled = sampled[max(count, 1) :]
         return pieces
+
+    def _alike(self, tokens: list[int]) -> int:
+        """Return how many of the next tokens certainly are text, or continue the reasoning."""
+        if self._decoder.has_begun:
+            return len(tokens)
+        return 0 if self._reasoner is None else self._reasoner.continuing(tokens)
 
     def push(self, token: int, at: float) -> list[Piece]:
         """Add a token and return the pieces that it completes: at least one, which may be empty.
@@ -95,12 +107,11 @@ class OutputProcessor:
             token: id of the token.
             at: ``time.perf_counter()`` when it was sampled.
         """
-        self._first = self._first or at
-        return self._parsed([token], at) or [""]
+        return self._parsed([token], at, at) or [""]
 
-    def _parsed(self, tokens: list[int], at: float) -> list[Piece]:
-        """Add tokens, the last of them sampled at ``at``, and return the pieces."""
-        self._last = at
+    def _parsed(self, tokens: list[int], first: float, last: float) -> list[Piece]:
+        """Add tokens and return the pieces; the times are those of the first and last token."""
+        self._first, self._last = self._first or first, last
         self.token_ids += tokens
         parts: list[Part] = cast("list[Part]", tokens)
         for parser in self._parsers:

@@ -103,6 +103,17 @@ def test_tokens_that_come_together(tokenizer, count: int, how: dict[str, Any]) -
     assert one.timings.prefill_s == 1 and one.timings.decode_s == len(sampled) - 1
 
 
+def test_reasoning_that_comes_together_is_one_piece(tokenizer) -> None:
+    context = OutputContext(
+        tokenizer, Sampling(), ThinkTokens.of(tokenizer), ids(tokenizer, OPENED)
+    )
+    writer = OutputProcessor(context, 0.0)
+    said = ids(tokenizer, "A sign.\n</think>\nA sign.").tolist()
+    pieces = writer.push_all([(token, 0.0) for token in said])
+    assert [piece for piece in pieces if piece] == ["A sign.", "A", " sign."]
+    assert writer.reasoning_span == written(tokenizer, "A sign.\n</think>\n")[0].reasoning_span
+
+
 def test_a_stop_text_ends_the_text_only(tokenizer) -> None:
     said = "A sign.\n\nIt says so.\n</think>\n\nThe sign.\n\nIt is"
     for stop, text in (("sign", "The "), ("\n\n", "The sign.")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -98,7 +98,7 @@ class OutputParser(ABC):
         """Whether the answer ends here; nothing is pushed afterwards."""
         return False
 
-    def parse(self, parts: Iterable[Part]) -> list[Part]:
+    def parse(self, parts: Sequence[Part]) -> list[Part]:
         """Push the parts that this parser takes, and leave the others in order."""
         parsed: list[Part] = []
         for part in parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from oscar_mm.engine.answer import Reasoning
 from oscar_mm.engine.detokenizer import Detokenizer
@@ -14,8 +14,9 @@ from oscar_mm.engine.think_tokens import ThinkTokens
 class ReasoningParser(OutputParser):
     """Parser of reasoning that is opened by the prompt or by the first token.
 
-    Every token before the text becomes a ``Reasoning`` piece, which may be empty. Line breaks
-    around the reasoning belong neither to the reasoning nor to the text.
+    The tokens before the text become ``Reasoning`` pieces, which may be empty: one for each token,
+    or for several that come together. Line breaks around the reasoning belong neither to the
+    reasoning nor to the text.
     """
 
     takes = int
@@ -46,6 +47,22 @@ class ReasoningParser(OutputParser):
             return (Reasoning(),)
         self._next = "text"
         return (part,)
+
+    def continuing(self, tokens: list[int]) -> int:
+        """Return how many of the next tokens continue the reasoning, until one ends it."""
+        if self._next != "reasoning":
+            return 0
+        closing = self._thinks.closing
+        return tokens.index(closing) if closing in tokens else len(tokens)
+
+    def parse(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``OutputParser.parse``; tokens that all continue the reasoning are one piece."""
+        if self._next == "text":
+            return [*parts]
+        tokens = cast("list[int]", parts)
+        if parts and self.continuing(tokens) == len(parts):
+            return [self._without_last_breaks(self._reasoning.push(*tokens))]
+        return super().parse(parts)
 
     def finish(self) -> Sequence[Part]:
         """Return the rest of the reasoning if the answer ended before the reasoning did."""

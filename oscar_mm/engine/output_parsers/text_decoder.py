@@ -52,7 +52,7 @@ class TextDecoder(OutputParser):
         """Return the text that has become final, which may be empty."""
         return self.parse((part,))
 
-    def parse(self, parts: Iterable[Part]) -> list[Part]:
+    def parse(self, parts: Sequence[Part]) -> list[Part]:
         """Replace consecutive tokens by their text, and leave the other parts in order."""
         parsed: list[Part] = []
         for kind, run in groupby(parts, type):
