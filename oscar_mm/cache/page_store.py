@@ -33,6 +33,8 @@ from oscar_mm.tensor_parallel import TPGroup
 
 _TRIMMING = 0.02
 """Maximum share of the time that may be spent on compaction."""
+_PAUSE_S = 10.0
+"""Minimum seconds between compactions while requests run, which soon need the slots again."""
 _SMALL_BYTES = 1 << 26
 """Maximum number of bytes in use for a compaction after every answer; a CPU moves this number of
 bytes in about 20 ms."""
@@ -314,7 +316,7 @@ class PageStore:
         self._places: dict[int, WindowPages] = {}
         self.layers: dict[int, LayerPools] = {}
         self.ranks = TPGroup() if ranks is None else ranks
-        self.trims, self._next_trim = 0, 0.0
+        self.trims, self._last_trim, self._next_trim = 0, -math.inf, 0.0
         self.paused = 0
         self._pools: list[Pool] = []
         self._reserved: tuple[int, ...] = ()
@@ -590,14 +592,17 @@ class PageStore:
                 pools.by_bits[bits].keep([])
         self._keeps_addresses = False
 
-    def trim_surplus(self, soon: int = 0) -> None:
+    def trim_surplus(self, soon: int = 0, *, busy: bool = False) -> None:
         """Run ``trim`` if enough slots are free and trimming takes only a small share of the time.
 
         A server closes caches too often to trim after each of them.
 
         Args:
             soon: bytes of slots that the next prompts will need.
+            busy: whether requests run; then the last ``trim`` must be at least 10 s ago.
         """
+        if busy and time.perf_counter() < self._last_trim + _PAUSE_S:
+            return
         report = self.memory()
         # Shrinking pools without used slots copies nothing, so it always has time, unless the next
         # prompts need slots: the pools would have to grow again.
@@ -629,7 +634,7 @@ class PageStore:
         return time.perf_counter() >= self._next_trim
 
     def _trim_timed(self) -> None:
-        start = time.perf_counter()
+        start = self._last_trim = time.perf_counter()
         self.trim()
         self._next_trim = start + (time.perf_counter() - start) / _TRIMMING
 

@@ -430,7 +430,7 @@ class Chat(TurnRunner):
         if not self._spillable.closed:
             self._end_stream()
             self._spillable.close()
-            self.pipe.store.trim_surplus()
+            self.pipe.store.trim_surplus(busy=self.pipe.engine.thread.busy)
 
     def __enter__(self) -> Chat:
         """Return the chat itself."""

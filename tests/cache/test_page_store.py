@@ -451,3 +451,26 @@ def test_free_slots_return_before_prompts_in_a_small_share_of_the_time(
     assert left(soon=1) > 0, "a trim of 0.1 s is made every 5 s"
     assert left(soon=0) == 0
     assert left(soon=1, later=10) == 0
+
+
+def test_surplus_stays_in_the_pools_for_ten_seconds_while_requests_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    store = PageStore(KVPolicy.of(POLICIES["channel"]))
+
+    def is_empty(seconds: float, *, busy: bool) -> bool:
+        """Whether the pools are empty after a cache was closed ``seconds`` later."""
+        cache = OscarCache(store.policy, store=store)
+        attend_oscar(cache, chunk(1, 300))
+        cache.close()
+        now[0] += seconds
+        store.trim_surplus(busy=busy)
+        return not store.memory().pool_bytes
+
+    assert is_empty(0, busy=True)
+    assert not is_empty(4, busy=True)
+    assert not is_empty(5, busy=True)
+    assert is_empty(2, busy=True)
+    assert is_empty(1, busy=False), "nothing runs that needs the memory again"

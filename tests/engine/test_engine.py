@@ -91,6 +91,24 @@ def test_pools_grow_when_requests_are_admitted(qwen3_vl_folder, monkeypatch, gro
     assert grew == ({False} if grows else {False, True})
 
 
+def test_closed_chats_leave_their_memory_to_running_answers(qwen3_vl_folder, monkeypatch) -> None:
+    monkeypatch.setattr(PageStore, "is_on_cpu", False)  # No answer ends with a trim.
+    pipe = loaded(qwen3_vl_folder, "standard")
+    running = made(pipe, SHORT[0], max_new_tokens=500)
+    pipe.engine.submit(running)
+
+    def trims_at_close() -> bool:
+        with pipe.chat() as chat:
+            chat.ask(SHORT[1] * 20, max_new_tokens=2)
+            before = pipe.store.trims
+        return pipe.store.trims > before
+
+    assert [trims_at_close() for _ in range(3)] == [True, False, False]
+    assert not running.ended
+    running.complete()
+    assert trims_at_close()
+
+
 def test_an_error_while_prompts_are_read_is_that_prompts(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "channel")
     expected = alone(pipe)
