@@ -43,8 +43,11 @@ _FEW_TOKENS = PAGE_TOKENS
 more takes longer than copying that part."""
 
 
+_FLAG_BYTES = torch.int32.itemsize
 _Sides = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
+_Flag = tuple[torch.Tensor, int]
+"""Overflow flags of several layers, and the index of one; see ``OscarLayer.use_flag``."""
 
 
 class LayerCache(Protocol):
@@ -162,6 +165,8 @@ class OscarLayer(CacheLayerMixin):
         # Weak, so that slots are released as soon as the cache is unreferenced.
         self._cache, self.index = weakref.ref(cache), index
         self.sigma: torch.Tensor | None = None
+        self.flags: _Flag
+        self._overflow: torch.Tensor | None = None
 
     @property
     def cache(self) -> LayerCache:
@@ -181,19 +186,44 @@ class OscarLayer(CacheLayerMixin):
 
     values = keys  # pyright: ignore[reportAssignmentType] no attribute, so that none is taken
 
-    def fork(self, cache: LayerCache, overflow: torch.Tensor | None = None) -> OscarLayer:
+    def fork(self, cache: LayerCache, flags: _Flag | None = None) -> OscarLayer:
         """Return a copy of this layer for a fork of the cache, with the same pools and basis.
 
         Args:
             cache: cache that will own the copy.
-            overflow: copy of the flag; by default, the flag is copied here.
+            flags: copy of the flag, see ``use_flag``; by default, the flag is copied here.
         """
         twin = OscarLayer.__new__(OscarLayer)
         vars(twin).update(vars(self))  # ``copy.copy`` takes longer, for each of many layers.
         twin._cache = weakref.ref(cache)
-        if self.is_initialized:
-            twin.overflow = self.overflow.clone() if overflow is None else overflow
+        if flags is not None:
+            twin.use_flag(*flags)
+        elif self.is_initialized:
+            twin.use_flag(self.overflow.clone(), 0)
         return twin
+
+    def use_flag(self, flags: torch.Tensor, place: int) -> None:
+        """Use one of several flags as overflow flag.
+
+        Args:
+            flags: (n,) int32 flags of layers on the same device.
+            place: index of the flag of this layer.
+        """
+        self.flags, self._overflow = (flags, place), None
+
+    @property
+    def overflow(self) -> torch.Tensor:
+        """(1,) int32 overflow flag, set on the device and read only when no synchronization is
+        needed."""
+        if self._overflow is None:  # Most forks are never written to, and need no view.
+            flags, place = self.flags
+            self._overflow = flags[place : place + 1]
+        return self._overflow
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the layer's tensors besides the pools: flag and balancing vectors."""
+        return _FLAG_BYTES + (0 if self.sigma is None else self.sigma.nbytes)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Set up the layer for the shape, dtype and device of its first keys and values."""
@@ -218,9 +248,8 @@ class OscarLayer(CacheLayerMixin):
             for bits, page_format in self.formats.items()
         }
         self._appends_tokens = codec_of(policy).appends_tokens
-        # Overflow flag, set on the device and read only when no synchronization is needed.
         with torch.inference_mode(False):
-            self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+            self.use_flag(torch.zeros(1, dtype=torch.int32, device=device), 0)
         self.is_initialized = True
 
     @property
@@ -446,9 +475,9 @@ def layers_unstorable(layers: Iterable[OscarLayer], ranks: TPGroup) -> list[Osca
 def forked(layers: Iterable[OscarLayer], cache: LayerCache) -> list[OscarLayer]:
     """Return forks of layers that have received keys; one launch a device copies all flags."""
     forks = {
-        layer.index: layer.fork(cache, flag)
+        layer.index: layer.fork(cache, (flags, place))
         for there, flags in _flags(layers)
-        for layer, flag in zip(there, flags.split(1), strict=True)
+        for place, layer in enumerate(there)
     }
     return [forks[index] for index in sorted(forks)]
 
@@ -459,7 +488,13 @@ def _flags(layers: Iterable[OscarLayer]) -> Iterator[tuple[list[OscarLayer], tor
     for layer in layers:
         by_device[layer.device].append(layer)
     for there in by_device.values():
-        yield there, torch.cat([layer.overflow for layer in there])
+        first, _ = there[0].flags
+        if len(first) == len(there) and all(
+            layer.flags[0] is first and layer.flags[1] == place for place, layer in enumerate(there)
+        ):
+            yield there, first.clone()  # Takes a fraction of the time for many layers.
+        else:
+            yield there, torch.cat([layer.overflow for layer in there])
 
 
 def _joined(pages: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:

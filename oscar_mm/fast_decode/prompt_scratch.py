@@ -358,7 +358,7 @@ class PromptScratch:
             for place, (index, sides) in enumerate(zip(self._indices, self._sides, strict=True)):
                 keys, values = sides.permute(1, 2, 0, 3)[:, None]
                 layer = view.layer_for(index, keys, values)
-                layer.overflow = self._flags[place : place + 1]
+                layer.use_flag(self._flags, place)
                 layer.append(keys, values, step)
 
         self._storing.run(view.version, work)
