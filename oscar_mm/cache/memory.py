@@ -220,13 +220,18 @@ def measure(
     spare, alone = kv_manager.spare, kv_manager.holds_all(stored)
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
+    stored_tokens = sum(tokens.values())
+    own = Counter[torch.device]()
     for layer in packed:
-        values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
-        own = layer.overflow.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
-        by_kind["tables"] += own
-        by_modality[_SHARED] += own
-        by_device[str(layer.device)] += own
-    for pools, layers in alike(kv_manager.store.layers[layer.index] for layer in packed):
+        values += 2 * layer.kv_heads * layer.head_dim * stored_tokens
+        own[layer.device] += layer.own_bytes
+    for device, size in own.items():
+        by_kind["tables"] += size
+        by_modality[_SHARED] += size
+        by_device[str(device)] += size
+    store = kv_manager.store
+    whole = len(packed) == len(store.layers)
+    for pools, layers in store.alike() if whole else alike(store.layers[x.index] for x in packed):
         before = sum(by_kind.values())
         _add_pools(pools, layers, counted, spare, by_kind, by_modality, alone=alone)
         shared = shared_in(pools.places)

@@ -319,6 +319,8 @@ class PageStore:
         self.trims, self._last_trim, self._next_trim = 0, -math.inf, 0.0
         self.paused = 0
         self._pools: list[Pool] = []
+        self._alike: tuple[list[int], list[tuple[LayerPools, int]]] = [], []
+        """Capacities of all pools, and ``alike`` of all layers as long as the pools have these."""
         self._reserved: tuple[int, ...] = ()
         """Number of pools and of slots at the last ``reserve``."""
         self._keeps_addresses = False
@@ -644,6 +646,16 @@ class PageStore:
         grow."""
         return sum([pool.moves for pool in self._pools])
 
+    def alike(self) -> list[tuple[LayerPools, int]]:
+        """Return one layer of each size with the number of such layers; any thread may call this
+        while the first prompt creates the pools."""
+        capacities = [pool.capacity for pool in list(self._pools)]
+        known, found = self._alike
+        if capacities != known:
+            found = alike(list(self.layers.values()))
+            self._alike = capacities, found
+        return found
+
     def bytes_by_modality(self) -> dict[str, int]:
         """Return modality -> bytes of the slots in use; a shared slot is counted once."""
         self.collect()
@@ -652,7 +664,7 @@ class PageStore:
         held = SlotSet.of(stream for row in rows for stream in row.streams.values())
         found = {modality.label: 0 for modality in Modality}
         by_modality = cache(held.by_modality)
-        for pools, layers in alike(list(self.layers.values())):
+        for pools, layers in self.alike():
             for bits, pool in pools.by_bits.items():
                 for label, count in by_modality(bits, pools.places).items():
                     found[label] += layers * count * pool.slot_bytes
@@ -725,8 +737,7 @@ class PageStore:
         counts = cache(counts)
         return sum(
             layers * count * pools.by_bits[bits].slot_bytes
-            # A copy: any thread may call this while the first prompt creates the pools.
-            for pools, layers in alike(list(self.layers.values()))
+            for pools, layers in self.alike()
             if device is None or pools.device == device
             for bits, count in counts(pools.places).items()
         )
@@ -745,7 +756,7 @@ class PageStore:
         used = free = 0
         total = sum(pool.device_bytes for pool in self._pools)
         slots = cache(self._slots)
-        for pools, layers in alike(self.layers.values()):
+        for pools, layers in self.alike():
             for bits, pool in pools.by_bits.items():
                 counts = slots(pools.places)[bits]
                 used += layers * min(counts.used, pool.capacity) * pool.slot_bytes
