@@ -102,12 +102,13 @@ class RequestSize:
     @classmethod
     def of(cls, prompt: Prompt, answer: int) -> RequestSize:
         """Return the size of a single-row prompt and its answer."""
-        row = prompt.modalities[0]
+        # Bytes, since each operation on a tensor would let other threads run first.
+        row = prompt.modalities.numpy()[0].tobytes()
         media: dict[Modality, list[tuple[str, int]]] = {}
         for span in prompt.media:
             media.setdefault(span.modality, []).append((span.label, span.tokens))
         return cls(
-            tokens={one.label: int((row == one).sum()) for one in Modality},
+            tokens={one.label: row.count(one) for one in Modality},
             answer=answer,
             media=media,
         )

@@ -489,7 +489,7 @@ def next_prompt(
     return prompt
 
 
-def longest_answer(engine: ChatEngine, past: Past, prompt: Prompt, most: int) -> int:
+def longest_answer(engine: ChatEngine, past: Past | None, prompt: Prompt, most: int) -> int:
     """Return the maximum answer length in tokens that memory and positions allow.
 
     Returns:

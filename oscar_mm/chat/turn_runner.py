@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import GEN_CLOSED, GEN_SUSPENDED, getgeneratorstate
@@ -35,7 +35,7 @@ from oscar_mm.engine.request_options import QuestionOptions, split_media
 from oscar_mm.engine.sampling import Sampling
 from oscar_mm.engine.speech import NOT_BEGUN, Begun, Speech, Voice, VoiceInputs
 from oscar_mm.engine.spoken_request import SpokenRequest
-from oscar_mm.errors import Cancelled, InputError
+from oscar_mm.errors import Cancelled, InputError, MemoryBusy
 from oscar_mm.media.media import Media
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
@@ -202,6 +202,8 @@ class TurnRunner:
         self,
         prepare: Callable[[Conversation], Prompt],
         begin: Callable[[Conversation, Prompt], Result],
+        *,
+        only_checks: bool = False,
     ) -> Result:
         """Prepare the next prompt and return the result of ``begin``.
 
@@ -210,6 +212,9 @@ class TurnRunner:
                 thread, so that other requests can run meanwhile.
             begin: function of the conversation and the prompt that checks that the prompt fits;
                 runs in the engine thread and must not return None.
+            only_checks: whether ``begin`` needs the engine thread only for the cache of earlier
+                turns; before a first turn, it then runs in the calling thread unless it has to
+                wait for memory.
         """
 
         def check(then: Conversation, prompt: Prompt) -> Result | None:
@@ -223,6 +228,9 @@ class TurnRunner:
             while result is None:
                 then = self._spillable.conversation
                 prompt = prepare(then)
+                if only_checks and not then.turns:
+                    with suppress(MemoryBusy):
+                        return begin(then, prompt)
                 check_now = partial(check, then, prompt)
                 result = self.pipe.engine.call_with_memory(check_now, self.client)
             return result
@@ -245,11 +253,11 @@ class TurnRunner:
             self._wait_for_left()
             self.pipe.engine.call(self._end_stream)
 
-    def _past(self, now: Conversation, turn: OpenTurn | None) -> Past:
-        """Return the past of a turn, of which a part may have been read."""
-        past = past_of(now)
+    def _past(self, now: Conversation, turn: OpenTurn | None) -> Past | None:
+        """Return the past of a turn, of which a part may have been read; None if there is none."""
         if turn is None or turn.cache is None:
-            return past
+            return past_of(now) if now.turns else None
+        past = past_of(now)
         return replace(past, cache=turn.cache, tokens=past.tokens + turn.tokens)
 
     @staticmethod
@@ -406,7 +414,7 @@ class TurnRunner:
 
         with decoding:
             shown = decoding.enter_context(self._shown(messages, max_new_tokens))
-            prompt, sampling = self._next_turn(prepare, fitted)
+            prompt, sampling = self._next_turn(prepare, fitted, only_checks=turn is None)
             asked = _Asked(messages, prompt, prompt if whole is None else whole, turn, speaker)
             delivery = Delivery()
             pieces = self._answer(asked, sampling, start, tools, keep_part, delivery)
