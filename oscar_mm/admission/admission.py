@@ -574,7 +574,9 @@ class Admission:
         for device in self._slot_bytes_by_device():
             needed = self._device_bytes(device, growth, tokens)
             slots = self.store.free_bytes(device)
-            if self.store.ranks.count == 1 and needed <= unused_bytes(device) + slots:
+            # Free slots often suffice; asking torch for its unused bytes takes longer.
+            fits = needed <= slots or needed <= unused_bytes(device) + slots
+            if fits and self.store.ranks.count == 1:
                 continue
             if (free := free_bytes(device)) is None:
                 continue
@@ -645,7 +647,7 @@ class Admission:
     def _slot_bytes_by_window(self) -> _SlotBytes:
         """Return the bytes of a slot, summed over the layers of a device with the same window."""
         # Recomputed when layers have created their pools, or the model has moved.
-        known_for, known = (len(self.store.layers), self.model.device), self._known
+        known_for, known = (len(self.store.layers), self._embeddings.weight.device), self._known
         if known is None or known[0] != known_for:
             known = self._known = known_for, self._sum_slot_bytes()
         return known[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
@@ -200,7 +201,11 @@ class RunningBatches:
 
     def joins(self, request: Request) -> bool:
         """Return whether a request may share a batch with others."""
-        return not request.sampling.deterministic and decodes_any_rows(self.family.model)
+        return not request.sampling.deterministic and self._decodes_any_rows
+
+    @cached_property
+    def _decodes_any_rows(self) -> bool:
+        return decodes_any_rows(self.family.model)
 
     def join(self, request: Request) -> None:
         """Start decoding a prefilled request, whose first token has been sampled."""

@@ -516,9 +516,11 @@ class Scheduler:
         Requests of one client, and those without a client, have equal keys: they keep the order of
         arrival.
         """
-        running = Counter(
-            name for request in (*self._active, *taken) for name in _prefixes(request.client)
-        )
+        running = Counter[tuple[str, ...]]()
+        clients = Counter([request.client for request in (*self._active, *taken)])
+        for client, count in clients.items():
+            for name in _prefixes(client):
+                running[name] += count
 
         def turn(entry: Request | Call) -> list[tuple[int, int]]:
             return [
