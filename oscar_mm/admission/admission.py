@@ -440,12 +440,7 @@ class Admission:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self._embeddings.weight.dtype
-
-    @cached_property
-    def _embeddings(self) -> Any:
-        """Module of the input embeddings; looking for it takes transformers 70 us."""
-        return self.model.get_input_embeddings()
+        return self.family.embeddings.weight.dtype
 
     @property
     def _state_bytes(self) -> Counter[torch.device]:
@@ -624,7 +619,7 @@ class Admission:
         return size.past + fits
 
     def _activation_bytes(self, tokens: int) -> int:
-        read, weight = min(tokens, self.prefill_chunk or tokens), self._embeddings.weight
+        read, weight = min(tokens, self.prefill_chunk or tokens), self.family.embeddings.weight
         return activation_bytes(read, weight.shape[1], weight.element_size())
 
     def _slot_bytes(self) -> dict[Bits, int]:
@@ -647,7 +642,8 @@ class Admission:
     def _slot_bytes_by_window(self) -> _SlotBytes:
         """Return the bytes of a slot, summed over the layers of a device with the same window."""
         # Recomputed when layers have created their pools, or the model has moved.
-        known_for, known = (len(self.store.layers), self._embeddings.weight.device), self._known
+        device, known = self.family.embeddings.weight.device, self._known
+        known_for = len(self.store.layers), device
         if known is None or known[0] != known_for:
             known = self._known = known_for, self._sum_slot_bytes()
         return known[1]

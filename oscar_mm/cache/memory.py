@@ -223,7 +223,6 @@ def measure(
     stored_tokens = sum(tokens.values())
     own = Counter[torch.device]()
     for layer in packed:
-        values += 2 * layer.kv_heads * layer.head_dim * stored_tokens
         own[layer.device] += layer.own_bytes
     for device, size in own.items():
         by_kind["tables"] += size
@@ -232,6 +231,7 @@ def measure(
     store = kv_manager.store
     whole = len(packed) == len(store.layers)
     for pools, layers in store.alike() if whole else alike(store.layers[x.index] for x in packed):
+        values += layers * 2 * pools.kv_heads * pools.head_dim * stored_tokens
         before = sum(by_kind.values())
         _add_pools(pools, layers, counted, spare, by_kind, by_modality, alone=alone)
         shared = shared_in(pools.places)

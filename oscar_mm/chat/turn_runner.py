@@ -529,7 +529,7 @@ class TurnRunner:
                 self.pipe.engine.submit(running_request)  # so that the next step includes it
             return before, running_request
 
-        def end() -> Answer:
+        def end() -> MemoryReport:
             if voice is not None:
                 voice.settle()
             interrupted = running_request.cancelled
@@ -544,7 +544,7 @@ class TurnRunner:
             if asked.turn is not None:
                 asked.turn.answered = True
                 asked.turn.close()
-            return replace(running_request.answer(self.memory), prompt_tokens=prompt.tokens)
+            return self.memory
 
         begun: Request | None = None
         voice: Voice | None = None
@@ -557,7 +557,8 @@ class TurnRunner:
             yield from running_request
             if running_request.cancelled and not running_request.written.says:
                 raise Cancelled("the answer was cancelled before its first text")
-            answer = self.pipe.engine.call(end)
+            memory = self.pipe.engine.call(end)
+            answer = replace(running_request.answer(memory), prompt_tokens=prompt.tokens)
         except GeneratorExit:
             # The garbage collector may run this in any thread, so the store is not accessed.
             running_request.cancel()

@@ -169,10 +169,15 @@ class Family(ChatFormat, ABC):
         """Return the processor that the family uses in place of the checkpoint's."""
         return processor
 
+    @cached_property
+    def embeddings(self) -> Any:
+        """Module of the input embeddings; looking for it takes transformers 70 us."""
+        return self.model.get_input_embeddings()
+
     @property
     def device(self) -> torch.device:
         """Device that prompts are moved to."""
-        return computing_device(self.model.get_input_embeddings())
+        return computing_device(self.embeddings)
 
     @property
     def layer_devices(self) -> dict[int, torch.device]:

@@ -298,7 +298,7 @@ class MixedPrefill:
             return
         prompts = [one.request.unread for one in readings]
         ids = torch.cat([prompt.ids for prompt in prompts], 1)
-        rows = self._family.model.get_input_embeddings()(ids)[0]
+        rows = self._family.embeddings(ids)[0]
         parts = rows.split([prompt.tokens for prompt in prompts])
         for one, part in zip(readings, parts, strict=True):
             self._scratch.put(part, one.first)
