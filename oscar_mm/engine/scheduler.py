@@ -483,7 +483,8 @@ class Scheduler:
             taken: list that a dequeued request is added to.
         """
         queue = list(self._queue)
-        if len(queue) > 1:  # Making the key takes a pass over all running requests.
+        # Making the key takes a pass over all running requests.
+        if len({entry.client for entry in queue}) > 1:
             queue.sort(key=self._turn_key())
         for place, entry in enumerate(queue):
             if place > 0 and self._skipped_head >= _MAX_OVERTAKES:
