@@ -484,14 +484,14 @@ class TurnRunner:
         family, turn = self.pipe.family, asked.turn
         talker = family.talker
         self._check_past(before, turn)
-        history = [before.token_ids]
+        history = [before.token_ids] if before.tokens else []
         if turn is not None and turn.cache is not None and turn.read is not None:
             cache = turn.cache.fork()
             history.append(turn.read.inputs["input_ids"])
         else:
             cache = before.forked_cache()
         first = self.pipe.engine, asked.unread.to(family.device), cache, *more
-        how["history"] = torch.cat(history, dim=1)
+        how["history"] = torch.cat(history, dim=1) if history else None
         if voice is None or talker is None:
             return Request(*first, **how)
         if asked.speaker is None:

@@ -218,7 +218,7 @@ class MixedPrefill:
     def takes(self, request: Request) -> bool:
         """Return whether a prompt can be read in pieces; ``request.cache`` must be its own."""
         prompt = request.unread
-        shows = bool((prompt.modalities != Modality.TEXT).any())
+        shows = bool((prompt.modalities.numpy() != Modality.TEXT).any())
         return (
             not self._scratch.fails
             and stored_tokens(request.cache) + prompt.tokens <= self._scratch.tokens
