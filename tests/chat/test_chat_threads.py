@@ -1,12 +1,15 @@
 """Chats of one pipeline, in turns and in threads."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from oscar_mm import OscarVLPipeline
+from oscar_mm.errors import RequestTooLarge
 from tests.chats import MORE, OTHER, QUESTION, asked, packed_pipeline
 
 
@@ -50,6 +53,26 @@ def test_threads_take_turns(packed) -> None:
     expected = [work(questions) for questions in rounds]
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(work, rounds)) == expected
+
+
+@contextmanager
+def busy_engine(pipe: OscarVLPipeline) -> Iterator[None]:
+    """Keep the engine thread busy within the block."""
+    over = threading.Event()
+    pipe.engine.thread.post(lambda: over.wait(60))
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def test_a_first_turn_is_refused_while_the_engine_is_busy(packed) -> None:
+    chat = packed.chat()
+    with busy_engine(packed), pytest.raises(RequestTooLarge, match="lower max_new_tokens"):
+        chat.stream("Why?", max_new_tokens=10**6)
+    with busy_engine(packed):
+        stream = chat.stream("Why?", max_new_tokens=10**6, cut_to_fit=True)
+    stream.close()
 
 
 def test_threads_share_a_chat(packed) -> None:
