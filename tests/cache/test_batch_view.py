@@ -237,6 +237,18 @@ def test_what_a_layer_could_not_store_is_reported_once(model) -> None:
         cache.check_complete()
 
 
+def test_forks_have_overflow_flags_of_their_own(model) -> None:
+    [cache] = caches_of(model, PageStore("standard"), (50,))
+    fork = cache.fork()
+    twin = fork.fork()  # The flags of its layers are in one tensor, those of ``cache`` are not.
+    fork.packed_layers[1].overflow.fill_(1)
+    found = [[bool(x.overflow) for x in one.packed_layers] for one in (cache, fork, twin)]
+    none = [False] * len(cache.packed_layers)
+    assert found == [none, [x == 1 for x in range(len(none))], none]
+    later = fork.fork()
+    assert [bool(x.overflow) for x in later.packed_layers] == found[1]
+
+
 def test_a_step_that_stops_leaves_all_rows_incomplete(model) -> None:
     store = PageStore("standard")
     caches = caches_of(model, store, (50, 60, 70))

@@ -161,7 +161,7 @@ def test_captured_steps_read_the_choice_where_it_was(
     pipe(prompt="Hi", max_new_tokens=2)
     pipe.release_graphs()
     monkeypatch.setattr(decode_runner, "GraphRunner", steps)
-    monkeypatch.setattr(pipe.store, "trim_surplus", lambda *_: None)  # Graphs stay valid.
+    monkeypatch.setattr(pipe.store, "trim_surplus", lambda *_, **__: None)  # Graphs stay valid.
     pipe.engine.call(grow)
     check(batch(pipe, batch_size=4, fewer=5), expected(None))
     assert counts["captures"] <= 3, "fewer than there are changes of rows"
