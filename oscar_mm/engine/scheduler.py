@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import chain
 from time import perf_counter
 from typing import Protocol
 
@@ -517,11 +518,8 @@ class Scheduler:
         Requests of one client, and those without a client, have equal keys: they keep the order of
         arrival.
         """
-        running = Counter[tuple[str, ...]]()
-        clients = Counter([request.client for request in (*self._active, *taken)])
-        for client, count in clients.items():
-            for name in _prefixes(client):
-                running[name] += count
+        clients = [request.client for request in (*self._active, *taken)]
+        running = Counter(chain.from_iterable(map(_prefixes, clients)))
 
         def turn(entry: Request | Call) -> list[tuple[int, int]]:
             return [
