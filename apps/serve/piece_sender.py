@@ -6,11 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Set
 from contextlib import suppress
-from time import perf_counter
+from time import perf_counter, thread_time
 
-_SHARE = 0.1
-"""Maximum share of the time in which pieces are sent; if it would be more, pieces of several steps
-are sent together. While pieces are sent, the engine thread waits for the interpreter."""
+_SHARE = 0.05
+"""Maximum processor time of sending, as a share of the time; if it would be more, pieces of several
+steps are sent together. While pieces are sent, the engine thread waits for the interpreter."""
 _MAX_BURST_S = 0.02
 """Maximum seconds of sending that time without sending allows."""
 _MAX_PAUSE_S = 0.1
@@ -44,7 +44,7 @@ class PieceSender:
         self._round = deque[Callable[[], None]]()
         """Watchers whose turn in the current round is yet to come."""
         self._allowed_s, self._since = _MAX_BURST_S, perf_counter()
-        """Seconds for which pieces may be sent, as of the time ``_since``."""
+        """Seconds of the processor for which pieces may be sent, as of the time ``_since``."""
         self._late: asyncio.TimerHandle | None = None
 
     def after_step(self) -> None:
@@ -60,22 +60,23 @@ class PieceSender:
             self._late.cancel()
 
     def _send(self) -> None:
-        begin = perf_counter()
-        earned = _SHARE * (begin - self._since)
-        self._allowed_s, self._since = min(self._allowed_s + earned, _MAX_BURST_S), begin
+        now = perf_counter()
+        earned = _SHARE * (now - self._since)
+        self._allowed_s, self._since = min(self._allowed_s + earned, _MAX_BURST_S), now
+        begin = thread_time()  # Without waits for the interpreter, which the engine thread uses.
         for watcher in tuple(self._first_piece_watchers):
             watcher()
         if not self._round:
             self._round.extend(self._watchers)
             self._round_steps = self._steps
-        while self._round and perf_counter() - begin < self._allowed_s:
+        while self._round and thread_time() - begin < self._allowed_s:
             watcher = self._round.popleft()
             if watcher in self._watchers:
                 watcher()
         self._loop.call_soon(self._finish, begin)  # After all tasks that were woken up.
 
     def _finish(self, begin: float) -> None:
-        took = perf_counter() - begin
+        took = thread_time() - begin
         self._allowed_s = max(self._allowed_s - took, -_SHARE * _MAX_PAUSE_S)
         self.close()
         # Pieces that came after a stream's turn are sent in a round that begins after all steps.
