@@ -8,7 +8,7 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from time import perf_counter, thread_time
 
-_SHARE = 0.05
+_SHARE = 0.15
 """Maximum processor time of sending, as a share of the time; if it would be more, pieces of several
 steps are sent together. While pieces are sent, the engine thread waits for the interpreter."""
 _MAX_BURST_S = 0.02
@@ -17,6 +17,8 @@ _MAX_PAUSE_S = 0.1
 """Maximum seconds without sending after it took longer than was allowed."""
 _LATE_S = 0.02
 """Seconds after which sending goes on even if no further step follows."""
+
+Watcher = Callable[[], bool]
 
 
 class PieceSender:
@@ -30,18 +32,17 @@ class PieceSender:
     Create it in the event loop.
 
     Args:
-        watchers: functions that send the pieces of one answer each; the set may change.
+        watchers: functions that send the pieces of one answer each, and return whether a task that
+            they have woken does so; the set may change.
         first_piece_watchers: those of streams that have no piece yet.
     """
 
-    def __init__(
-        self, watchers: Set[Callable[[], None]], first_piece_watchers: Set[Callable[[], None]]
-    ) -> None:
+    def __init__(self, watchers: Set[Watcher], first_piece_watchers: Set[Watcher]) -> None:
         self._loop = asyncio.get_running_loop()
         self._watchers, self._first_piece_watchers = watchers, first_piece_watchers
         self._steps = self._round_steps = 0
         """Number of steps, and of those before the current round."""
-        self._round = deque[Callable[[], None]]()
+        self._round = deque[Watcher]()
         """Watchers whose turn in the current round is yet to come."""
         self._allowed_s, self._since = _MAX_BURST_S, perf_counter()
         """Seconds of the processor for which pieces may be sent, as of the time ``_since``."""
@@ -64,16 +65,18 @@ class PieceSender:
         earned = _SHARE * (now - self._since)
         self._allowed_s, self._since = min(self._allowed_s + earned, _MAX_BURST_S), now
         begin = thread_time()  # Without waits for the interpreter, which the engine thread uses.
-        for watcher in tuple(self._first_piece_watchers):
-            watcher()
+        woken = [watcher() for watcher in tuple(self._first_piece_watchers)]
         if not self._round:
             self._round.extend(self._watchers)
             self._round_steps = self._steps
         while self._round and thread_time() - begin < self._allowed_s:
             watcher = self._round.popleft()
             if watcher in self._watchers:
-                watcher()
-        self._loop.call_soon(self._finish, begin)  # After all tasks that were woken up.
+                woken.append(watcher())
+        if any(woken):
+            self._loop.call_soon(self._finish, begin)  # After these tasks.
+        else:
+            self._finish(begin)
 
     def _finish(self, begin: float) -> None:
         took = thread_time() - begin

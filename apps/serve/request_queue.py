@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +11,7 @@ from anyio import CapacityLimiter
 
 from oscar_mm.apps.serve.fair_queue import FairQueue, Slot, Waiter
 from oscar_mm.apps.serve.metrics import Metrics
+from oscar_mm.apps.serve.piece_sender import Watcher
 from oscar_mm.apps.serve.refusals import RETRY_S, ClientGone, Refusal, stopping
 
 _MAX_RETRY_S = 60
@@ -31,7 +31,7 @@ class RequestQueue:
 
     Attributes:
         workers: limiter of the threads that read requests and complete answers.
-        watchers: functions to call after steps of the model, see ``Service.steps``.
+        watchers: functions to call after steps of the model, see ``PieceSender``.
         first_piece_watchers: watchers of streams that have no piece yet, to call after each step.
         closing: tasks that are closing answers and realtime sessions.
     """
@@ -41,8 +41,8 @@ class RequestQueue:
     ) -> None:
         self.metrics = metrics
         self.workers = CapacityLimiter(running + 1)
-        self.watchers: set[Callable[[], None]] = set()
-        self.first_piece_watchers: set[Callable[[], None]] = set()
+        self.watchers: set[Watcher] = set()
+        self.first_piece_watchers: set[Watcher] = set()
         self.closing: set[asyncio.Task[None]] = set()
         self._queue, self._max_waiting, self._timeout_s = FairQueue(running), waiting, timeout_s
         self._memory_freed: asyncio.Future[None] | None = None

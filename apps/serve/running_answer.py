@@ -154,11 +154,16 @@ class RunningAnswer:
             self.queue.track_closing(self._end)
         return self._end
 
-    def collect(self) -> None:
-        """Collect the pieces that have arrived; if generation has ended, complete the answer."""
+    def collect(self) -> bool:
+        """Collect the pieces that have arrived, and send them unless the client is slow; if
+        generation has ended, complete the answer.
+
+        Returns:
+            Whether the task of the stream was woken, to send the pieces.
+        """
         running_request = self._running_request
         if running_request is None or self._is_ending:
-            return
+            return False
         pieces = running_request.take_pieces()
         if not self._times.count:  # The cache is searched before the first token.
             self._read = self._tokens_read(running_request)
@@ -171,8 +176,10 @@ class RunningAnswer:
             self._running_request = None
             self._start_thread()
         # The thread may now buffer the complete answer, which only the task can send.
-        if self._pieces and self.request.stream and (is_over or not self._try_send()):
+        wakes = bool(self._pieces) and self.request.stream and (is_over or not self._try_send())
+        if wakes:
             self._wake()
+        return wakes
 
     def _try_send(self) -> bool:
         """Send the buffered pieces in place of the task of the stream, if it waits for them.
