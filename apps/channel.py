@@ -56,8 +56,8 @@ class Channel(asyncio.Protocol):
     Messages are pickled; this is safe because both processes run the same code as the same user.
 
     Messages of one turn of the event loop are sent together: after a decode step of many requests,
-    one system call sends all their pieces. A call for each piece would release the interpreter
-    lock, and then wait until the engine's thread releases it.
+    one system call sends the pieces of several answers. A call for each piece would release the
+    interpreter lock, and then wait until the engine's thread releases it.
 
     Args:
         received: function that takes the number, kind and value of each message that arrives.

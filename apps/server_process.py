@@ -119,8 +119,8 @@ def freeze_loaded() -> None:
     preparing a short request takes two to three times as long. A decode step of many requests also
     makes thousands of objects, most of which live until the next step: with Python's default, 700,
     each step would be scanned several times. The objects of a request live until its answer ends,
-    and few are in cycles. With 10,000 new objects, and Python's 10 collections before older objects
-    are collected, a collection stopped a server of 256 requests for 45 to 170 ms, every 2 s.
+    and few are in cycles. With thresholds of 10,000 new objects and of 10 collections, Python's
+    default, collections stopped a server of 256 requests for 45 to 170 ms every 2 s.
     """
     gc.collect()
     gc.freeze()

@@ -44,7 +44,7 @@ class AnswerFormat(Protocol):
     def piece(
         self, index: int, piece: Piece, logprobs: Sequence[TokenLogprob] | None, /
     ) -> Iterator[str]:
-        """Yield the events for a piece of an answer, except speech."""
+        """Yield the events for a piece of an answer that is not speech."""
         ...
 
     def end(self, index: int, choice: Choice, /) -> Iterator[str | bytes]:
@@ -114,6 +114,7 @@ def _try_send(
 
     def part() -> bytes:
         events: list[str] = []
+        # Neither speech nor the complete answer: the task of the stream sends those.
         for piece in cast("Iterator[Piece]", answer.buffered()):
             events += written.piece(0, piece, answer.take_logprobs())
         return "".join(events).encode()

@@ -210,7 +210,7 @@ class FairQueue:
         while share.parts and share.waiters:
             waiting = share.waiting
             share = waiting[0]
-            if len(waiting) > 1:  # A counter is a sum over all running answers of a client.
+            if len(waiting) > 1:  # Each counter is a sum over all running answers of a client.
                 share = min(waiting, key=lambda part: part.expected(mean))
         return next(iter(share.waiters), None)
 

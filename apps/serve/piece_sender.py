@@ -9,20 +9,22 @@ from contextlib import suppress
 from time import perf_counter, thread_time
 
 _SHARE = 0.15
-"""Maximum processor time of sending, as a share of the time; if it would be more, pieces of several
-steps are sent together. While pieces are sent, the engine thread waits for the interpreter."""
+"""Maximum processor time of sending, as a share of the elapsed time; if it would be more, pieces of
+several steps are sent together. Meanwhile the engine thread waits for the interpreter."""
 _MAX_BURST_S = 0.02
-"""Maximum seconds of sending that time without sending allows."""
+"""Maximum seconds of sending at a time, however long nothing was sent before."""
 _MAX_PAUSE_S = 0.1
-"""Maximum seconds without sending after it took longer than was allowed."""
+"""Maximum seconds without sending after sending took longer than was allowed."""
 _LATE_S = 0.02
 """Seconds after which sending goes on even if no further step follows."""
 
 Watcher = Callable[[], bool]
+"""Function that collects the new pieces of one answer, and sends them if it is streamed; returns
+whether it has woken a task that sends them instead."""
 
 
 class PieceSender:
-    """Sends the new pieces of answers after steps, within a share of the event loop's time.
+    """Sends the new pieces of answers after steps, within a share of the elapsed time.
 
     Streams take turns: after a step, pieces are sent to as many streams as the share allows, and to
     the next ones after the next step. If all streams got their pieces after the same step, the
@@ -32,9 +34,9 @@ class PieceSender:
     Create it in the event loop.
 
     Args:
-        watchers: functions that send the pieces of one answer each, and return whether a task that
-            they have woken does so; the set may change.
-        first_piece_watchers: those of streams that have no piece yet.
+        watchers: watchers of the running answers; the set may change.
+        first_piece_watchers: those of streams that have no piece yet, which are called after every
+            step.
     """
 
     def __init__(self, watchers: Set[Watcher], first_piece_watchers: Set[Watcher]) -> None:
@@ -64,7 +66,7 @@ class PieceSender:
         now = perf_counter()
         earned = _SHARE * (now - self._since)
         self._allowed_s, self._since = min(self._allowed_s + earned, _MAX_BURST_S), now
-        begin = thread_time()  # Without waits for the interpreter, which the engine thread uses.
+        begin = thread_time()  # It excludes waits for the interpreter, which the engine thread has.
         woken = [watcher() for watcher in tuple(self._first_piece_watchers)]
         if not self._round:
             self._round.extend(self._watchers)
@@ -74,7 +76,7 @@ class PieceSender:
             if watcher in self._watchers:
                 woken.append(watcher())
         if any(woken):
-            self._loop.call_soon(self._finish, begin)  # After these tasks.
+            self._loop.call_soon(self._finish, begin)  # After the tasks that were woken.
         else:
             self._finish(begin)
 

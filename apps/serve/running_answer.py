@@ -44,7 +44,8 @@ class RunningAnswer:
 
     Attributes:
         try_send: function that sends the ``buffered`` pieces unless the client is slow, and returns
-            whether it has. None if only the task of the stream can send pieces.
+            whether it has; if not, they stay buffered. None if only the task of the stream can send
+            pieces.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class RunningAnswer:
         if running_request is None or self._is_ending:
             return False
         pieces = running_request.take_pieces()
-        if not self._times.count:  # The cache is searched before the first token.
+        if not self._times.count:  # Final at the first token: the cache is searched before it.
             self._read = self._tokens_read(running_request)
         self._add(pieces, running_request)
         self.slot.cost = token_cost(self._read, running_request.output_tokens)
