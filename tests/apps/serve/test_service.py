@@ -585,8 +585,8 @@ def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> No
     with served(omni) as address:
         how = {"stream": True, "max_tokens": 60}
         usual = list(ask(client_of(address), user("Why?"), **how))
-        # As if sending took fifty times as long.
-        monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._SHARE", 0.3 / 50)
+        # As if sending took 25 times as long.
+        monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._SHARE", 0.15 / 25)
         monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._MAX_BURST_S", 1e-4)
         rare = list(ask(client_of(address), user("Why?"), **how))
         counted = metrics(address, None)
@@ -600,7 +600,7 @@ def test_pieces_are_sent_together_if_sending_takes_long(omni, monkeypatch) -> No
 
 
 def test_first_pieces_do_not_wait_for_pieces_of_others(omni, monkeypatch) -> None:
-    # As if sending took so long that later pieces come much later.
+    # Only first pieces are sent.
     monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._MAX_BURST_S", 0)
     with served(omni, max_new_tokens=4000) as address:
         how = {"stream": True, "max_tokens": 3000}

@@ -152,8 +152,8 @@ def test_calls_without_a_token_are_refused_with_audio(pipe, talk, monkeypatch) -
 
 
 def test_frames_of_speech_are_not_counted_as_tokens(pipe, monkeypatch) -> None:
-    # As if sending took fifty times as long, so that text and speech are sent together.
-    monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._SHARE", 0.3 / 50)
+    # As if sending took 25 times as long, so that text and speech are sent together.
+    monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._SHARE", 0.15 / 25)
     monkeypatch.setattr("oscar_mm.apps.serve.piece_sender._MAX_BURST_S", 1e-4)
     with served(pipe, max_request_bytes=1_000_000) as address:
         with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
