@@ -138,7 +138,7 @@ class SlotPool:
         return next((index for index, slot in enumerate(slots) if owners[slot] > 1), None)
 
     def count_shared(self, slots: Iterable[int]) -> int:
-        """Return how many of the first slots have several owners, up to the first that has one."""
+        """Return how many slots with several owners come before the first with a single one."""
         owners = self._references
         return sum(1 for _ in takewhile(lambda slot: owners[slot] > 1, slots))
 
@@ -262,7 +262,10 @@ class DryRunSlots:
         return self._slots.owners(slot)
 
     def count_shared(self, slots: Iterable[int]) -> int:
-        """Return how many of the first slots have several owners; the plan holds if fewer do."""
+        """Return how many slots with several owners come before the first with a single one.
+
+        Nothing is recorded: the plan also holds if there are fewer by then.
+        """
         return self._slots.count_shared(takewhile(lambda slot: slot not in self._given, slots))
 
 

@@ -42,7 +42,6 @@ _FEW_TOKENS = PAGE_TOKENS
 """Maximum number of tokens in a part that is joined to the part before it: attention to one part
 more takes longer than copying that part."""
 
-
 _FLAG_BYTES = torch.int32.itemsize
 _Sides = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
@@ -165,7 +164,7 @@ class OscarLayer(CacheLayerMixin):
         # Weak, so that slots are released as soon as the cache is unreferenced.
         self._cache, self.index = weakref.ref(cache), index
         self.sigma: torch.Tensor | None = None
-        self.flags: _Flag
+        self.flag: _Flag
         self._overflow: torch.Tensor | None = None
 
     @property
@@ -186,18 +185,18 @@ class OscarLayer(CacheLayerMixin):
 
     values = keys  # pyright: ignore[reportAssignmentType] no attribute, so that none is taken
 
-    def fork(self, cache: LayerCache, flags: _Flag | None = None) -> OscarLayer:
+    def fork(self, cache: LayerCache, flag: _Flag | None = None) -> OscarLayer:
         """Return a copy of this layer for a fork of the cache, with the same pools and basis.
 
         Args:
             cache: cache that will own the copy.
-            flags: copy of the flag, see ``use_flag``; by default, the flag is copied here.
+            flag: copy of the flag, see ``use_flag``; by default, the flag is copied here.
         """
         twin = OscarLayer.__new__(OscarLayer)
         vars(twin).update(vars(self))  # ``copy.copy`` takes longer, for each of many layers.
         twin._cache = weakref.ref(cache)
-        if flags is not None:
-            twin.use_flag(*flags)
+        if flag is not None:
+            twin.use_flag(*flag)
         elif self.is_initialized:
             twin.use_flag(self.overflow.clone(), 0)
         return twin
@@ -207,16 +206,16 @@ class OscarLayer(CacheLayerMixin):
 
         Args:
             flags: (n,) int32 flags of layers on the same device.
-            place: index of the flag of this layer.
+            place: index of this layer's flag.
         """
-        self.flags, self._overflow = (flags, place), None
+        self.flag, self._overflow = (flags, place), None
 
     @property
     def overflow(self) -> torch.Tensor:
         """(1,) int32 overflow flag, set on the device and read only when no synchronization is
         needed."""
         if self._overflow is None:  # Most forks are never written to, and need no view.
-            flags, place = self.flags
+            flags, place = self.flag
             self._overflow = flags[place : place + 1]
         return self._overflow
 
@@ -488,11 +487,11 @@ def _flags(layers: Iterable[OscarLayer]) -> Iterator[tuple[list[OscarLayer], tor
     for layer in layers:
         by_device[layer.device].append(layer)
     for there in by_device.values():
-        first, _ = there[0].flags
-        if len(first) == len(there) and all(
-            layer.flags[0] is first and layer.flags[1] == place for place, layer in enumerate(there)
+        flags, _ = there[0].flag
+        if len(flags) == len(there) and all(
+            layer.flag[0] is flags and layer.flag[1] == place for place, layer in enumerate(there)
         ):
-            yield there, first.clone()  # Takes a fraction of the time for many layers.
+            yield there, flags.clone()  # Takes a fraction of the time for many layers.
         else:
             yield there, torch.cat([layer.overflow for layer in there])
 

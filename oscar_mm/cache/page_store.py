@@ -34,7 +34,8 @@ from oscar_mm.tensor_parallel import TPGroup
 _TRIMMING = 0.02
 """Maximum share of the time that may be spent on compaction."""
 _PAUSE_S = 10.0
-"""Minimum seconds between compactions while requests run, which soon need the slots again."""
+"""Minimum seconds between two compactions of ``trim_surplus`` while requests run, which soon need
+the slots again."""
 _SMALL_BYTES = 1 << 26
 """Maximum number of bytes in use for a compaction after every answer; a CPU moves this number of
 bytes in about 20 ms."""
@@ -320,7 +321,7 @@ class PageStore:
         self.paused = 0
         self._pools: list[Pool] = []
         self._alike: tuple[list[int], list[tuple[LayerPools, int]]] = [], []
-        """Capacities of all pools, and ``alike`` of all layers as long as the pools have these."""
+        """Capacities of all pools, and the result of ``alike`` while the pools have them."""
         self._reserved: tuple[int, ...] = ()
         """Number of pools and of slots at the last ``reserve``."""
         self._keeps_addresses = False
@@ -563,7 +564,7 @@ class PageStore:
         owners = self._registered()  # Strong references, so that no owner is collected meanwhile.
         for _, sequences in owners:
             for sequence in sequences:
-                sequence.settle()
+                sequence.settle()  # Steady rows that end leave slots, which ``collect`` releases.
         self.collect()
         self.sweep()
         for bits, slots in self.allocators.items():

@@ -63,10 +63,10 @@ def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Cou
 def max_spare(in_16_bit: int, room: int, keeps: int = 1, shared: int = 0) -> int:
     """Return the maximum number of spare 16-bit slots of a sequence after a decode step.
 
-    The maximum is ``keeps`` if each packed token passes its slot on to a later token, and more if
-    the next slots are shared, which are not passed on. Otherwise, several slots are allocated at
-    once, so that other sequences cannot take them from an in-flight step and pools seldom grow.
-    Their number stays small relative to the sequence's 16-bit tokens.
+    If each packed token passes its slot on to a later token, the maximum is ``keeps``, and more
+    while the oldest slots are shared, since those are not passed on. Otherwise, several slots are
+    allocated at once, so that other sequences cannot take them from an in-flight step and pools
+    seldom grow. Their number stays small relative to the sequence's 16-bit tokens.
 
     Args:
         in_16_bit: number of the sequence's tokens in 16-bit precision.

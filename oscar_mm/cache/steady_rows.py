@@ -46,7 +46,8 @@ class SteadyRow:
         index: index of the row in these arrays.
         before: the row before these steps, which owns ``spare`` slots.
         packs: whether each step packs a token.
-        leaves: whether the slots of the packed tokens are shared, and so left to the others.
+        leaves: whether the slots of the packed tokens are shared with other sequences, to which
+            they are left when these steps end.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class SteadyRows:
         self.counts, self._left, self._head, self._page, self._first = np.zeros((5, 0), np.int32)
         # By row, ``SteadyStep.text`` of its first steady step.
         self._text = np.zeros((0, 4), np.int32)
-        # The slots of a row that packs tokens and passes them on are a ring. They come twice, so
-        # that those in use are adjacent wherever its head is.
+        # The slots of a row whose packed tokens pass theirs on are a ring. They come twice, so that
+        # those in use are adjacent wherever its head is.
         self._slots = np.zeros((0, max(2 * (policy.window + 1), MAX_SPARE + 1)), np.int32)
         self._past = StoredTokens.of([SequenceTable().entries(self._formats)])
 
@@ -186,12 +187,12 @@ class SteadyRows:
                 return 0
             # A shared slot cannot be passed on to the next token.
             if shared := self._allocators[PLAIN].count_shared(stream.slots):
-                # ``spare`` has a slot for each token in place of these, and perhaps more.
+                # Each token takes a spare slot instead. The arrays hold up to window + 1 of them.
                 return min(room, shared, len(spare)) if len(spare) <= policy.window + 1 else 0
             if len(spare) > 1:
                 return 0
-            shared = self._allocators[PLAIN].first_shared(stream.slots)
-            return room if shared is None else min(room, shared)
+            first = self._allocators[PLAIN].first_shared(stream.slots)
+            return room if first is None else min(room, first)
         # The sequence may have more tokens in 16-bit precision, and so more spare slots.
         if len(spare) > 1 + max_spare(len(stream.slots), 0):
             return 0

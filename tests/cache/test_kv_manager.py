@@ -663,9 +663,10 @@ def test_a_row_whose_page_has_room_keeps_one_spare_slot() -> None:
     assert most > 4
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["", "a thread reads"])
+@pytest.mark.parametrize("reads", [False, True], ids=["nobody reads", "a thread reads"])
 def test_rows_are_steady_while_a_fork_shares_their_window(reads: bool) -> None:
-    """They write to none of its slots, leave those that leave the window, and pass on their own."""
+    """They write to none of the shared slots. A token that leaves the window leaves its slot to the
+    fork if it is shared, and otherwise passes it on."""
     kv_manager, tokens = begun(), np.zeros((2, 1), np.int8)
     twin, steady = kv_manager.fork(), 0
     before = [table.copy() for table in twin.tables]
