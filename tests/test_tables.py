@@ -39,14 +39,20 @@ SUMMARY = {
     ),
     "step of one sequence, 30B, 2K tokens": ("h100-80gb-hbm3", "30b-a3b", 2048, "standard, graph"),
     "step of one sequence, 30B in FP8, 32K tokens, H200": (
-        *("h200, FP8", "30b-a3b-fp8", 32768, "standard, graph"),
+        "h200, FP8",
+        "30b-a3b-fp8",
+        32768,
+        "standard, graph",
     ),
     "vLLM with our pages, 8B, 32K": ("h200", "8b", 32768, "vLLM, our standard pages"),
     "full memory, 8B, 32K tokens each": ("h200", "8b", "full", "standard, graph"),
     "full memory, 8B in FP8, 32K tokens each": ("h200, FP8", "8b-fp8", "full", "standard, graph"),
     "full memory, 30B, 32K tokens each": ("h100-80gb-hbm3", "30b-a3b", "full", "standard, graph"),
     "full memory, 30B in FP8, 32K tokens each, H200": (
-        *("h200, FP8", "30b-a3b-fp8", "full", "standard, graph"),
+        "h200, FP8",
+        "30b-a3b-fp8",
+        "full",
+        "standard, graph",
     ),
     "the same, full memory": ("h200", "8b", "full", "vLLM, our standard pages"),
 }

@@ -102,7 +102,7 @@ class RequestSize:
     @classmethod
     def of(cls, prompt: Prompt, answer: int) -> RequestSize:
         """Return the size of a single-row prompt and its answer."""
-        # Bytes, since each operation on a tensor would let other threads run first.
+        # Bytes are counted, since each operation on a tensor would let other threads run first.
         row = prompt.modalities.numpy()[0].tobytes()
         media: dict[Modality, list[tuple[str, int]]] = {}
         for span in prompt.media:

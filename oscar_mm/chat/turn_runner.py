@@ -254,7 +254,10 @@ class TurnRunner:
             self.pipe.engine.call(self._end_stream)
 
     def _past(self, now: Conversation, turn: OpenTurn | None) -> Past | None:
-        """Return the past of a turn, of which a part may have been read; None if there is none."""
+        """Return the past of a turn, of which a part may have been read; None if there is none.
+
+        Before a first turn, any thread may call this: the cache is not used.
+        """
         if turn is None or turn.cache is None:
             return past_of(now) if now.turns else None
         past = past_of(now)

@@ -43,15 +43,17 @@ class Detokenizer:
         keeps_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._decode, self._min_tokens = _decoding(tokenizer), min_tokens
+        self._decode = _decoding(tokenizer)
         self._stop, self._lead, self._keeps_stop = stop, lead, keeps_stop
+        self._min_tokens = min_tokens
+        """Number of further tokens before stop strings are looked for."""
         self._pending = ""
         """Text that is decoded but not returned yet."""
         # Bytes mean the same wherever decoding begins; other tokenizers may strip the leading space
         # of the first token that they decode.
         self._context = 0 if _is_byte_level(tokenizer) else CONTEXT
-        # These tokens are decoded with the next ones. Their text begins with _known, which has been
-        # returned and is that of the first _decoded of them.
+        # Tokens that are decoded again with the next ones. _known is the text of the first _decoded
+        # of them, which has been taken already.
         self._recent = list(before)
         self._decoded, self._known = len(before), self._decode(self._recent)
         self.stop_text: str | None = None

@@ -66,7 +66,7 @@ def busy_engine(pipe: OscarVLPipeline) -> Iterator[None]:
         over.set()
 
 
-def test_a_first_turn_is_refused_while_the_engine_is_busy(packed) -> None:
+def test_a_first_turn_is_checked_while_the_engine_is_busy(packed) -> None:
     chat = packed.chat()
     with busy_engine(packed), pytest.raises(RequestTooLarge, match="lower max_new_tokens"):
         chat.stream("Why?", max_new_tokens=10**6)

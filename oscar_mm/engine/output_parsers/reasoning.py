@@ -15,7 +15,7 @@ class ReasoningParser(OutputParser):
     """Parser of reasoning that is opened by the prompt or by the first token.
 
     The tokens before the text become ``Reasoning`` pieces, which may be empty: one for each token,
-    or for several that come together. Line breaks around the reasoning belong neither to the
+    or one for several that come together. Line breaks around the reasoning belong neither to the
     reasoning nor to the text.
     """
 
@@ -49,7 +49,7 @@ class ReasoningParser(OutputParser):
         return (part,)
 
     def continuing(self, tokens: list[int]) -> int:
-        """Return how many of the next tokens continue the reasoning, until one ends it."""
+        """Return how many of the next tokens continue the reasoning, up to the closing one."""
         if self._next != "reasoning":
             return 0
         closing = self._thinks.closing
