@@ -9,8 +9,8 @@ from contextlib import suppress
 from time import perf_counter, thread_time
 
 _SHARE = 0.15
-"""Maximum processor time of sending, as a share of the elapsed time; if it would be more, pieces of
-several steps are sent together. Meanwhile the engine thread waits for the interpreter."""
+"""Maximum processor time of sending, as a share of the elapsed time; beyond it, pieces of several
+steps are sent together. While pieces are sent, the engine thread waits for the interpreter."""
 _MAX_BURST_S = 0.02
 """Maximum seconds of sending at a time, however long nothing was sent before."""
 _MAX_PAUSE_S = 0.1

@@ -187,7 +187,7 @@ class SteadyRows:
                 return 0
             # A shared slot cannot be passed on to the next token.
             if shared := self._allocators[PLAIN].count_shared(stream.slots):
-                # Each token takes a spare slot instead. The arrays hold up to window + 1 of them.
+                # Each token takes a spare slot instead; the arrays have room for window + 1.
                 return min(room, shared, len(spare)) if len(spare) <= policy.window + 1 else 0
             if len(spare) > 1:
                 return 0
