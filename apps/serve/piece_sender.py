@@ -75,15 +75,15 @@ class PieceSender:
             watcher = self._round.popleft()
             if watcher in self._watchers:
                 woken.append(watcher())
+        self._spend(begin)
         if any(woken):
-            self._loop.call_soon(self._finish, begin)  # After the tasks that were woken.
-        else:
-            self._finish(begin)
-
-    def _finish(self, begin: float) -> None:
-        took = thread_time() - begin
-        self._allowed_s = max(self._allowed_s - took, -_SHARE * _MAX_PAUSE_S)
+            self._loop.call_soon(self._spend, thread_time())  # After the tasks that were woken.
         self.close()
         # Pieces that came after a stream's turn are sent in a round that begins after all steps.
         if self._watchers and (self._round or self._round_steps < self._steps):
             self._late = self._loop.call_later(_LATE_S, self._send)
+
+    def _spend(self, begin: float) -> None:
+        """Count the time since ``begin``, a value of ``thread_time``, as time of sending."""
+        left = self._allowed_s - (thread_time() - begin)
+        self._allowed_s = max(left, -_SHARE * _MAX_PAUSE_S)
