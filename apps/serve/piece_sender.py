@@ -66,10 +66,12 @@ class PieceSender:
         now = perf_counter()
         earned = _SHARE * (now - self._since)
         self._allowed_s, self._since = min(self._allowed_s + earned, _MAX_BURST_S), now
+        for watcher in tuple(self._first_piece_watchers):
+            watcher()
         begin = thread_time()  # It excludes waits for the interpreter, which the engine thread has.
-        woken = [watcher() for watcher in tuple(self._first_piece_watchers)]
+        woken = []
         if not self._round:
-            self._round.extend(self._watchers)
+            self._round.extend(self._watchers - self._first_piece_watchers)
             self._round_steps = self._steps
         while self._round and thread_time() - begin < self._allowed_s:
             watcher = self._round.popleft()

@@ -353,7 +353,7 @@ class Admission:
         Raises:
             MemoryBusy: if there is not enough memory at present; then nothing changes.
         """
-        for device, needed, available in self._short_devices(growth, prompt.modalities.numel()):
+        for device, needed, available, _ in self._short_devices(growth, prompt.modalities.numel()):
             raise MemoryBusy(
                 f"the request needs about {format_bytes(needed)}, but only "
                 f"{format_bytes(available)} is free on {device}: close() some chats or send "
@@ -546,7 +546,7 @@ class Admission:
                     f"kv_budget ({format_bytes(needed)} of {format_bytes(limit)})",
                     "raise kv_budget",
                 )
-        for device, needed, available in self._short_devices(whole, len(new)):
+        for device, needed, available, others in self._short_devices(whole, len(new), cache):
             in_device = partial(self._device_bytes, device)
             fits = self._fitting(size, new, whole, cache, in_device, available)
             activations = format_bytes(self._activation_bytes(len(new)))
@@ -556,16 +556,17 @@ class Admission:
                 f"{format_bytes(available)}, {activations} of it during prefill)",
                 "close() chats" if self.prefill_chunk else "set prefill_chunk, close() chats",
             )
-            raise (
-                MemoryBusy(str(refusal))
-                if needed <= available + self._others_bytes(device, cache)
-                else refusal
-            )
+            raise (MemoryBusy(str(refusal)) if needed <= available + others else refusal)
 
     def _short_devices(
-        self, growth: SlotForecast, tokens: int
-    ) -> Iterator[tuple[torch.device, int, int]]:
-        """Yield (device, needed bytes, available bytes) for each GPU with too little memory."""
+        self, growth: SlotForecast, tokens: int, cache: OscarCache | None = None
+    ) -> Iterator[tuple[torch.device, int, int, int]]:
+        """Yield each GPU with too little memory: (device, needed bytes, available bytes, bytes of
+        the other caches).
+
+        A chat that the engine thread closes meanwhile may count as available and as another one,
+        but never as neither: a request that fits is told to wait, not refused.
+        """
         for device in self._slot_bytes_by_device():
             needed = self._device_bytes(device, growth, tokens)
             slots = self.store.free_bytes(device)
@@ -573,11 +574,18 @@ class Admission:
             fits = needed <= slots or needed <= unused_bytes(device) + slots
             if fits and self.store.ranks.count == 1:
                 continue
-            if (free := free_bytes(device)) is None:
-                continue
-            # All ranks must make the same decision.
-            if needed > (available := self.store.ranks.all_min(free, device) + slots):
-                yield device, needed, available
+            available = self._available_bytes(device)
+            if available is not None and needed > available:
+                others = self._others_bytes(device, cache)
+                yield device, needed, self._available_bytes(device) or 0, others
+
+    def _available_bytes(self, device: torch.device) -> int | None:
+        """Return the bytes that pools on a device may take, on each rank; None if unknown."""
+        slots = self.store.free_bytes(device)  # First, as ``trim`` may return them meanwhile.
+        if (free := free_bytes(device)) is None:
+            return None
+        # All ranks must make the same decision.
+        return self.store.ranks.all_min(free, device) + slots
 
     def _device_bytes(self, device: torch.device, growth: SlotForecast, tokens: int) -> int:
         stored = self._pool_bytes(device, growth)

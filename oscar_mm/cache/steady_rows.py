@@ -188,7 +188,12 @@ class SteadyRows:
             # A shared slot cannot be passed on to the next token.
             if shared := self._allocators[PLAIN].count_shared(stream.slots):
                 # Each token takes a spare slot instead; the arrays have room for window + 1.
-                return min(room, shared, len(spare)) if len(spare) <= policy.window + 1 else 0
+                if len(spare) > policy.window + 1:
+                    return 0
+                steps = min(room, shared, len(spare))
+                # The step that fills the page releases spare slots if there are too many.
+                many = len(spare) - steps > max_spare(len(stream.slots), 0)
+                return steps - 1 if steps == room and many else steps
             if len(spare) > 1:
                 return 0
             first = self._allocators[PLAIN].first_shared(stream.slots)

@@ -291,6 +291,31 @@ def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
         list(stream)
 
 
+def test_a_request_waits_for_a_chat_that_is_closed_during_its_check(
+    vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First turns are checked while the engine thread may close other chats; such a chat is neither
+    forgotten nor a reason to refuse the request for good. Here the prefix cache keeps its pages."""
+    pipe = like(vl)
+    other, asked = pipe.chat(), {"images": PICTURES, "max_new_tokens": 20}
+    other.ask("What?", **asked)
+    prompt = prepare(pipe, "What?", pipe.read_media(PICTURES))
+    total = pool_bytes(pipe.admission.growth(prompt, 20).added, pipe.admission._slot_bytes())
+    total += HIDDEN_STATES * 64 * 2 * prompt.tokens
+    fitting = admission.Admission._fitting
+
+    def close_meanwhile(self: admission.Admission, *given: Any) -> int:
+        other.close()
+        return fitting(self, *given)
+
+    monkeypatch.setattr(admission.Admission, "_fitting", close_meanwhile)
+    monkeypatch.setattr(admission, "unused_bytes", lambda device: 0)
+    left = lambda device: total - pipe.store.memory().pool_bytes  # noqa: E731
+    monkeypatch.setattr(admission, "free_bytes", left)
+    with pipe.chat() as chat, pytest.raises(MemoryBusy, match="free memory of cpu"):
+        chat.ask("What?", **asked)
+
+
 def test_the_driver_is_asked_only_if_torch_may_hold_too_little(
     vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -474,3 +474,6 @@ def test_surplus_stays_in_the_pools_for_ten_seconds_while_requests_run(
     assert not is_empty(5, busy=True)
     assert is_empty(2, busy=True)
     assert is_empty(1, busy=False), "nothing runs that needs the memory again"
+    assert not is_empty(1, busy=True)
+    store.trim_later()
+    assert not store.memory().pool_bytes, "requests have ended"

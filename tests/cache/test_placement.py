@@ -100,6 +100,26 @@ def test_tokens_that_wait_next_to_free_places() -> None:
     assert (pages[32], pages[33]) == (1, 2)
 
 
+def test_planned_steps_of_a_fork_take_what_was_forecast() -> None:
+    """The fork fills a page while other sequences still share its window; a plan of many rows at
+    once then keeps no more spare slots than a plan of one."""
+    kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=32, sinks=0, **STREAM)))
+    kv_manager.advance(modalities([(0, 32 + 116)])[None])
+    new, before = modalities([(0, 10)]), kv_manager.allocators[PLAIN].used
+    growth = slot_forecast(kv_manager.policy, new, 30, kv_manager.sequences[0])
+    fork, found, steady = kv_manager.fork(), [], 0
+    for step in range(31):
+        token = np.zeros((1, 1), np.int8)
+        told = fork.planned(token) if step else None
+        steady += told is not None and told.steady is not None
+        fork.advance(token if step else new[None])
+        kv_manager.store.collect()
+        found.append(kv_manager.allocators[PLAIN].used - before)
+    assert steady > 15
+    # Slots that are shared are released a few steps later.
+    assert max(found) == max(growth.added[PLAIN]) and found[-1] == growth.added[PLAIN][-1]
+
+
 def test_an_answer_whose_first_tokens_are_sinks() -> None:
     """Earlier sinks were forgotten, but not a whole page of text: new sinks still stay in 16-bit
     precision, and need spare slots."""

@@ -105,7 +105,10 @@ def test_closed_chats_leave_their_memory_to_running_answers(qwen3_vl_folder, mon
 
     assert [trims_at_close() for _ in range(3)] == [True, False, False]
     assert not running.ended
+    trims = pipe.store.trims
     running.complete()
+    pipe.engine.call(lambda: None)
+    assert pipe.store.trims > trims, "once nothing runs"
     assert trims_at_close()
 
 

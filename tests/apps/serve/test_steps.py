@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -123,3 +124,32 @@ def test_streams_take_turns(steps: int) -> None:
     rounds = [turns[at : at + 20] for at in range(0, len(turns), 20)]
     assert len(rounds) == 1 if steps == 1 else len(rounds) > 1
     assert all(sorted(one) == [*range(20)] for one in rounds)
+
+
+def test_streams_that_wait_for_first_pieces_hold_up_no_other() -> None:
+    """They are looked at after each step, which takes more than the share of sending."""
+    service, engine = a_service()
+    looks = list[float]()
+
+    def wait() -> bool:
+        until = time.thread_time() + 0.002
+        while time.thread_time() < until:
+            pass
+        return False
+
+    def send() -> bool:
+        looks.append(time.perf_counter())
+        return False
+
+    async def scenario() -> None:
+        queue = service.queue
+        with service.steps():
+            queue.watchers |= {wait, send}
+            queue.first_piece_watchers.add(wait)
+            until = time.perf_counter() + 1
+            while time.perf_counter() < until:
+                await engine.step()
+
+    asyncio.run(scenario())
+    assert len(looks) > 20
+    assert max(after - before for before, after in pairwise(looks)) < 0.5
