@@ -318,7 +318,7 @@ class PageStore:
         self.layers: dict[int, LayerPools] = {}
         self.ranks = TPGroup() if ranks is None else ranks
         self.trims, self._last_trim, self._next_trim = 0, -math.inf, 0.0
-        self._trims_later = False
+        self._skipped_trim = False
         self.paused = 0
         self._pools: list[Pool] = []
         self._alike: tuple[list[int], list[tuple[LayerPools, int]]] = [], []
@@ -604,10 +604,10 @@ class PageStore:
         Args:
             soon: bytes of slots that the next prompts will need.
             busy: whether requests run; then the last ``trim`` must be at least 10 s ago, and
-                otherwise ``trim_later`` makes up for this call.
+                otherwise ``trim_if_skipped`` makes up for this call.
         """
         if busy and time.perf_counter() < self._last_trim + _PAUSE_S:
-            self._trims_later = True
+            self._skipped_trim = True
             return
         report = self.memory()
         # Shrinking pools without used slots copies nothing, so it always has time, unless the next
@@ -616,10 +616,10 @@ class PageStore:
         if report.free_bytes - soon > (report.used_bytes + soon) // 4 and is_time:
             self._trim_timed()
 
-    def trim_later(self) -> None:
+    def trim_if_skipped(self) -> None:
         """Run ``trim_surplus`` if it did nothing because requests ran; call this once none run."""
-        if self._trims_later:
-            self._trims_later = False
+        if self._skipped_trim:
+            self._skipped_trim = False
             self.trim_surplus()
 
     @property

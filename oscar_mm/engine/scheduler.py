@@ -257,7 +257,7 @@ class Scheduler:
         self._batches.freed |= self._voices.drop_ended()
         self._confirm_prefixes()
         if not self.is_running:
-            self.store.trim_later()
+            self.store.trim_if_skipped()
 
     def _confirm_prefixes(self) -> None:
         """Once idle, confirm the prefix cache: from now on, weights may be changed."""

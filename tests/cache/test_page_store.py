@@ -475,5 +475,5 @@ def test_surplus_stays_in_the_pools_for_ten_seconds_while_requests_run(
     assert is_empty(2, busy=True)
     assert is_empty(1, busy=False), "nothing runs that needs the memory again"
     assert not is_empty(1, busy=True)
-    store.trim_later()
+    store.trim_if_skipped()
     assert not store.memory().pool_bytes, "requests have ended"
