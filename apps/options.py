@@ -63,6 +63,14 @@ Dtype = Annotated[
         help="bfloat16, float16 or float32. Default: the checkpoint's; on a CPU, float32.",
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp8|int4",
+        help="Quantize the decoder's weights while the model is loaded. Default: as in the "
+        "checkpoint.",
+    ),
+]
 MaxContext = Annotated[
     int | None,
     typer.Option(
@@ -149,14 +157,7 @@ class PlacementOptions:
     device: Device = None
     device_map: DeviceMap = None
     dtype: Dtype = None
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fp8|int4",
-            help="Quantize the decoder's weights while the model is loaded. Default: as in the "
-            "checkpoint.",
-        ),
-    ] = None
+    weights: Weights = None
     drafts: Annotated[
         bool,
         typer.Option(

@@ -38,6 +38,7 @@ def plan(
         int, typer.Option(metavar="N", min=0, help="Tokens of all questions and answers.")
     ] = 512,
     policy: options.Policy = DEFAULT,
+    weights: options.Weights = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -72,7 +73,7 @@ def plan(
         text_tokens=text_tokens,
         **sizes,
     )
-    estimate = plan_session(model, session, policy)
+    estimate = plan_session(model, session, policy, weights=weights)
     fits = {name: estimate.fits(size) for name, size in gpus.items()}
     if as_json:
         records = [

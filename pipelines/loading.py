@@ -45,7 +45,7 @@ from oscar_mm.pipelines.quantized_checkpoints import (
 from oscar_mm.pipelines.registry import family_of, find_family, pipeline_of
 from oscar_mm.pipelines.requirements import check_fits, check_logits, check_modules
 from oscar_mm.pipelines.row_adapters import add_row_adapters
-from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
+from oscar_mm.pipelines.weight_formats import adopt_fp8, already_quantized, check_format, quantize
 from oscar_mm.rank_watch import watch
 from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.weights.checkpoint_formats import formats_of
@@ -148,9 +148,7 @@ def load(
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
     quantized = options.get("quantization_config") or quantization_of(config)
     if quantized and weights is not None:
-        raise InputError(
-            f"weights={weights!r}: the checkpoint is already quantized; leave the argument out"
-        )
+        raise already_quantized(weights)
     if quantized and target is not None:
         # Quantized weights (bitsandbytes) may not be movable after loading.
         options["device_map"], target = {"": target}, None

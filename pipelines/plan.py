@@ -24,6 +24,7 @@ from oscar_mm.models.released import ReleasedModel, released_model
 from oscar_mm.pipelines.loading import meta_model, outline, stored_weights
 from oscar_mm.pipelines.registry import family_of
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
+from oscar_mm.pipelines.weight_formats import already_quantized, check_format, quantized_bytes
 from oscar_mm.policy import DEFAULT, KVPolicy
 
 _LIMITS = MediaLimits()
@@ -93,7 +94,8 @@ class Plan:
         policy: policy of the KV cache.
         tokens: token counts by modality: "text", "image", "video", "audio".
         context: context length of the model, in tokens.
-        weights: format of the weights: "16-bit", or that of a quantized checkpoint.
+        weights: format of the weights: "16-bit", that of a quantized checkpoint, or the one that
+            they are quantized to at load.
     """
 
     family: str
@@ -164,6 +166,7 @@ def plan(
     session: Session,
     policy: str | KVPolicy = DEFAULT,
     *,
+    weights: str | None = None,
     limits: MediaLimits = _LIMITS,
     video_fps: float = 2.0,
 ) -> Plan:
@@ -174,14 +177,18 @@ def plan(
             Released models (``oscar_mm.models.released``) are known by name, without the hub.
         session: media and text of the conversation.
         policy: policy for storing keys and values.
+        weights: "fp8" or "int4" counts 16-bit weights as the pipeline's argument ``weights``
+            quantizes them; None counts those of the checkpoint.
         limits: limits on media, as in the pipeline.
         video_fps: frames per second to sample from videos.
 
     Raises:
         InputError: if the model does not exist, or media or the format of its weights are not
-            supported, or media exceed the limits.
+            supported, or media exceed the limits, or quantized weights are to be quantized.
     """
     chosen = KVPolicy.of(policy)
+    if weights is not None:
+        check_format(weights)
     media = session.media(limits, video_fps)
     released = released_model(model)
     if released is None and is_text_model(model):
@@ -191,19 +198,23 @@ def plan(
                 "text only"
             )
         network = outline_text_model(model)
-        name, parameters = network.config.model_type, network.num_parameters()
+        whole, decoder, name = network, network.get_decoder(), network.config.model_type
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
     else:
         family = outline(model) if released is None else released_skeleton(released)
-        network, tokens = family.model, count_tokens(family, media)
+        network, whole, tokens = family.model, family.outer_model, count_tokens(family, media)
+        decoder = family.text_part(whole).get_decoder()
         name = ", ".join(filter(None, (family.name, released and released.part)))
-        parameters = family.outer_model.num_parameters()
     tokens["text"] += session.text_tokens
-    weights = None if released else stored_weights(source_of(model))
-    form, stored_bytes = weights or (Plan.weights, None)
+    stored = None if released else stored_weights(source_of(model))
+    if weights is not None:
+        if stored:
+            raise already_quantized(weights)
+        stored = weights.upper(), quantized_bytes(whole, decoder, weights)
+    form, stored_bytes = stored or (Plan.weights, None)
     return Plan(
         family=name,
-        shape=ModelShape.of(network.config, parameters, stored_bytes),
+        shape=ModelShape.of(network.config, whole.num_parameters(), stored_bytes),
         policy=chosen,
         tokens=tokens,
         context=context_of(network.config),

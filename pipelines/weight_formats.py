@@ -6,6 +6,10 @@ first call. ``adopt_fp8`` replaces these modules by our own, which share their t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -61,7 +65,7 @@ def _checked(path: str, module: nn.Module, name: str) -> tuple[torch.Tensor, tor
         raise InputError(f"{path}.{name}_scale_inv: {error}") from error
 
 
-def check_format(weights: str, tp_plan: object) -> None:
+def check_format(weights: str, tp_plan: object = None) -> None:
     """Check that weights can be quantized to a format.
 
     Raises:
@@ -73,6 +77,13 @@ def check_format(weights: str, tp_plan: object) -> None:
         raise InputError(
             f"weights={weights!r} cannot be combined with tp_plan: leave one of them out"
         )
+
+
+def already_quantized(weights: str) -> InputError:
+    """Return the error for a format that is asked for a quantized checkpoint."""
+    return InputError(
+        f"weights={weights!r}: the checkpoint is already quantized; leave the argument out"
+    )
 
 
 def quantize(
@@ -93,18 +104,43 @@ def quantize(
     """
     bits = FORMATS[weights]
     names = {id(module): name for name, module in model.named_modules()}
+    for module, parameters in _quantized_modules(decoder):
+        if any(weight.is_meta for weight in parameters):
+            raise InputError(
+                f"weights={weights!r}: the model's weights are offloaded; use more or larger "
+                "GPUs, or leave the argument out"
+            )
+        kind = QuantizedLinear if isinstance(module, nn.Linear) else QuantizedExperts
+        own = kind.of(module, device or parameters[0].device, bits)
+        model.set_submodule(names[id(module)], own)
+
+
+def quantized_bytes(model: nn.Module, decoder: nn.Module, weights: str) -> int:
+    """Return the bytes of a model's weights after ``quantize``, if the others take 16 bits each.
+
+    Only the shapes of the weights are used: they may be on the meta device.
+
+    Args:
+        model, decoder, weights: see ``quantize``.
+    """
+
+    @cache
+    def saved_bytes(shape: torch.Size) -> int:
+        weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        made = QuantizedMatrix.of(weight, FORMATS[weights])
+        return weight.nbytes - sum(tensor.nbytes for tensor in made if tensor is not None)
+
+    total = sum(2 * weight.numel() for weight in model.parameters())
+    shapes = (w.shape for _, matrices in _quantized_modules(decoder) for w in matrices)
+    return total - sum(map(saved_bytes, shapes))
+
+
+def _quantized_modules(decoder: nn.Module) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """Yield the modules of a decoder's layers that ``quantize`` replaces, and their matrices."""
     for layer in decoder.get_submodule("layers").children():
         for module in list(layer.modules()):
             parameters = dict(module.named_parameters(recurse=False))
-            if any(weight.is_meta for weight in parameters.values()):
-                raise InputError(
-                    f"weights={weights!r}: the model's weights are offloaded; use more or larger "
-                    "GPUs, or leave the argument out"
-                )
             if type(module) is nn.Linear:
-                own = QuantizedLinear.of(module, device or module.weight.device, bits)
+                yield module, [module.weight]
             elif parameters.keys() == {"gate_up_proj", "down_proj"}:
-                own = QuantizedExperts.of(module, device or parameters["down_proj"].device, bits)
-            else:
-                continue
-            model.set_submodule(names[id(module)], own)
+                yield module, list(parameters.values())

@@ -47,6 +47,16 @@ def test_json_and_one_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert (gpu["sessions_16_bit"], gpu["sessions"]) == made.fits(size)
 
 
+def test_weights_quantized_at_load(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {}
+    for given in ([], ["--weights", "fp8"], ["--weights", "int4"]):
+        assert run(["plan", "--model", str(folder), *given, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        sizes[found["weights"]] = found["weight_bytes"]
+    assert list(sizes) == ["16-bit", "FP8", "INT4"]
+    assert sizes["16-bit"] > sizes["FP8"] > sizes["INT4"]
+
+
 def test_too_long_for_the_model_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", str(folder), "--audio-minutes", "90"]) == 0
     assert "the model's context of 65,536: the pipeline would" in capsys.readouterr().err
@@ -57,6 +67,7 @@ def test_too_long_for_the_model_is_said(folder: Path, capsys: pytest.CaptureFixt
     [
         (["--images", "-2"], "--images"),
         (["--image-size", "wide"], "--image-size 'wide': must be width x height"),
+        (["--weights", "int3"], "weights='int3': must be one of fp8, int4"),
         (["--gpu", "Voodoo"], "--gpu 'Voodoo': must be RTX 4090"),
         (["--policy", "int1"], "int1"),
         (["--model", "no/such/folder/here"], "no such folder"),

@@ -218,6 +218,32 @@ def test_quantized_weights_count_as_they_are_stored(qwen3_vl_folder, tmp_path) -
         plan(tmp_path / "eight", Session())
 
 
+@pytest.mark.parametrize("folder", ["qwen3_vl_folder", "qwen3_vl_moe_folder", "llava_next_folder"])
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_weights_quantized_at_load_count_as_loaded(folder, weights, request) -> None:
+    source = request.getfixturevalue(folder)
+    made = plan(source, Session(), weights=weights)
+    pipe = OscarVLPipeline(source, device="cpu", dtype="bfloat16", weights=weights)
+    assert made.weights == weights.upper()
+    assert made.shape.weight_bytes == sum(one.nbytes for one in pipe.model.parameters())
+    assert made.shape.parameters == plan(source, Session()).shape.parameters
+
+
+@pytest.mark.parametrize(("weights", "gigabytes"), [(None, 62.1), ("fp8", 32.3), ("int4", 18.0)])
+def test_weights_of_a_released_mixture_of_experts(weights, gigabytes) -> None:
+    """29.9 of its 31.1 billion parameters are matrices of the decoder's layers."""
+    made = plan("qwen3-vl-30b-a3b", Session(), weights=weights)
+    assert made.shape.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_weights_that_cannot_be_quantized_at_load(qwen3_vl_folder, tmp_path) -> None:
+    with pytest.raises(InputError, match="weights='int3': must be one of fp8, int4"):
+        plan(qwen3_vl_folder, Session(), weights="int3")
+    quantize_folder(qwen3_vl_folder, tmp_path / "awq", AWQ, awq, shards=2)
+    with pytest.raises(InputError, match="weights='fp8': the checkpoint is already quantized"):
+        plan(tmp_path / "awq", Session(), weights="fp8")
+
+
 def in_the_cache(folder: Path, cache: Path, *, weights: bool) -> str:
     """Put a folder into a cache of the hub; return its hub id."""
     snapshot = cache / "models--owner--model" / "snapshots" / "abc"
