@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from oscar_mm.errors import InputError
@@ -45,6 +46,7 @@ def read_proxies(given: Iterable[str]) -> tuple[str, ...]:
     return proxies
 
 
+@lru_cache(maxsize=1024)
 def _network(host: str) -> str:
     """Return an IPv4 address, or the network of an IPv6 address; "" if it is neither."""
     try:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
-
-from anyio import CapacityLimiter
 
 from oscar_mm.apps.serve.fair_queue import FairQueue, Slot, Waiter
 from oscar_mm.apps.serve.metrics import Metrics
@@ -30,7 +29,7 @@ class RequestQueue:
         timeout_s: maximum seconds that a request waits for slots; None for no limit.
 
     Attributes:
-        workers: limiter of the threads that read requests and complete answers.
+        workers: threads that submit requests to the engine and complete answers.
         watchers: functions to call after steps of the model, see ``PieceSender``.
         first_piece_watchers: watchers of streams that have no piece yet, to call after each step.
         closing: tasks that are closing answers and realtime sessions.
@@ -40,7 +39,7 @@ class RequestQueue:
         self, running: int, waiting: int, metrics: Metrics, timeout_s: float | None = None
     ) -> None:
         self.metrics = metrics
-        self.workers = CapacityLimiter(running + 1)
+        self.workers = ThreadPoolExecutor(running + 1, "answers")
         self.watchers: set[Watcher] = set()
         self.first_piece_watchers: set[Watcher] = set()
         self.closing: set[asyncio.Task[None]] = set()

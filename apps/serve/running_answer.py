@@ -204,7 +204,8 @@ class RunningAnswer:
         self._thread.add_done_callback(self._wake)
 
     async def _write_in_thread(self) -> None:
-        self._running_request = await run_sync(self._write, limiter=self.queue.workers)
+        loop = asyncio.get_running_loop()
+        self._running_request = await loop.run_in_executor(self.queue.workers, self._write)
         self.collect()
 
     def _write(self) -> Request | None:
@@ -277,7 +278,8 @@ class RunningAnswer:
             if self._thread is not None:
                 await self._end_thread(self._thread)
             if self._completed is None:
-                await run_sync(self._steps.close, limiter=queue.workers)
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(queue.workers, self._steps.close)
         finally:
             queue.cut.remove_done_callback(self._wake)
             queue.metrics.running.dec()

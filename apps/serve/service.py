@@ -6,13 +6,13 @@ import asyncio
 import hmac
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -180,9 +180,10 @@ class Service:
         self.known_media = KnownMedia()
         self._body_bytes = Counter[str]()
         """Size of all request bodies in memory, by the address of their clients."""
-        self._readers = CapacityLimiter(_READERS)
+        # Pools of our own: to run a function in them takes half the time of ``run_sync``.
+        self._readers = ThreadPoolExecutor(_READERS, "readers")
         # A separate pool: these requests may decode media, and parsing must not wait for that.
-        self._converters = CapacityLimiter(_READERS)
+        self._converters = ThreadPoolExecutor(_READERS, "converters")
 
     @property
     def media_source(self) -> MediaSource:
@@ -279,7 +280,8 @@ class Service:
         with self._memory_for_body(http) as add:
             data = await self._body(http, add)
             with as_refusals():
-                return await run_sync(read, data, limiter=self._converters)
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._converters, read, data)
 
     @property
     def _tokenizer(self) -> Any:
@@ -482,7 +484,9 @@ class Service:
     ) -> tuple[list[ApiRequest], AnswerFormat]:
         """Parse and validate a request, which may have several prompts."""
         with as_refusals():
-            requests, written = await run_sync(self._parse, data, read, limiter=self._readers)
+            loop = asyncio.get_running_loop()
+            parsing = loop.run_in_executor(self._readers, self._parse, data, read)
+            requests, written = await parsing
         self.check_model(requests[0].model)
         return requests, written
 

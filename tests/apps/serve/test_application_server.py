@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from itertools import cycle
 from typing import Any
@@ -26,6 +28,7 @@ from fastapi.responses import StreamingResponse
 from oscar_mm.apps.channel import Channel
 from oscar_mm.apps.serve.application_server import ApplicationServer, _Exchange
 from oscar_mm.apps.serve.chat_writer import ChatWriter
+from oscar_mm.apps.serve.running_answer import RunningAnswer
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
 from tests.apps.connections import connected, is_closed
@@ -132,6 +135,25 @@ def test_streams_have_the_text_of_whole_answers(two_processes, monkeypatch, wait
     streamed = events(address, "/v1/messages", asked)
     deltas = [x["delta"] for x in streamed if x["type"] == "content_block_delta"]
     assert "".join(delta["text"] for delta in deltas) == whole["content"][0]["text"] != ""
+
+
+def test_an_answer_is_freed_when_its_stream_ends(two_processes, client, monkeypatch) -> None:
+    """Without the garbage collector, which stops all answers while it works."""
+    begin, begun = RunningAnswer.begin, weakref.WeakSet[RunningAnswer]()
+
+    async def noted(answer: RunningAnswer, memory_wait_s: float) -> None:
+        begun.add(answer)
+        await begin(answer, memory_wait_s)
+
+    monkeypatch.setattr(RunningAnswer, "begin", noted)
+    gc.disable()
+    try:
+        pieces = ask(client, user("Why?"), stream=True, max_tokens=20)
+        assert next(pieces) and len(begun) == 1
+        assert len(list(pieces)) > 1
+        until(lambda: not begun)
+    finally:
+        gc.enable()
 
 
 def test_an_answer_that_cannot_be_written_ends_alone(two_processes, client, monkeypatch) -> None:
