@@ -25,7 +25,7 @@ from oscar_mm.cache.block_table import (
     SlotPool,
     min_page_tokens,
 )
-from oscar_mm.cache.placement import MAX_SPARE, max_spare
+from oscar_mm.cache.placement import MAX_SPARE, begins_page_at, max_spare
 from oscar_mm.cache.step_plan import SteadyStep
 from oscar_mm.cache.window_pages import WindowPages, room
 from oscar_mm.modality import Modality
@@ -130,6 +130,7 @@ class SteadyRows:
         first, second, *_ = *policy.packed_bits, None, None
         self._formats = first, second
         self._appends_tokens = codec_of(policy).appends_tokens
+        self._begins_page_at = begins_page_at(policy)
         self.lock, self.free = threading.RLock(), list[int]()
         # By row: steps so far, and steps left. Index in ``_slots`` of the oldest slot in use, or of
         # the next spare slot if no tokens are packed. Page that tokens move to, or -1, and the
@@ -192,19 +193,23 @@ class SteadyRows:
                     return 0
                 steps = min(room, shared, len(spare))
                 # The step that fills the page releases spare slots if there are too many.
-                many = len(spare) - steps > max_spare(len(stream.slots), 0)
+                many = len(spare) - steps > self._max_spare(stream)
                 return steps - 1 if steps == room and many else steps
             if len(spare) > 1:
                 return 0
             first = self._allocators[PLAIN].first_shared(stream.slots)
             return room if first is None else min(room, first)
         # The sequence may have more tokens in 16-bit precision, and so more spare slots.
-        if len(spare) > 1 + max_spare(len(stream.slots), 0):
+        if len(spare) > 1 + self._max_spare(stream):
             return 0
         if not self._bits.packed:
             return len(spare)
         # ``packed_count`` without room
         return min(len(spare), min_page_tokens(policy, self._bits) - waiting)
+
+    def _max_spare(self, stream: ModalityTable) -> int:
+        missing = self._begins_page_at - len(stream.slots) if stream.pages else 0
+        return max_spare(len(stream.slots), 0, missing)
 
     def _room(self, stream: ModalityTable) -> int:
         return room(stream, self._window_pages) if self._appends_tokens else 0
@@ -300,10 +305,7 @@ class SteadyRows:
 
         The caller holds ``lock``.
         """
-        if any(
-            sequences[row].deferred is not one
-            for row, one in zip(step.rows.tolist(), step.deferred, strict=True)
-        ):
+        if [sequences[row].deferred for row in step.rows.tolist()] != step.deferred:
             return False
         return bool((self.counts[step.indices] == step.counts).all())
 

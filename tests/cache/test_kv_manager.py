@@ -260,7 +260,7 @@ def test_copy_on_write_between_forks(how: dict) -> None:
     numbers.check()
     # Tokens in 16-bit precision have slots of their own, some of them to spare; of a page that is
     # not full each row has a copy then.
-    assert (slots[PLAIN].used, slots[TWO].used) == ((0, 4) if how else (12 + 3 * 3, 1))
+    assert (slots[PLAIN].used, slots[TWO].used) == ((0, 4) if how else (12 + 3 * 9, 1))
     [step] = [numbers.last]
     assert len(step.copies) == (2 if how else 0)
 
