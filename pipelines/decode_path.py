@@ -67,8 +67,5 @@ def _are_ours(fields: Any) -> bool:
     """Return whether quantized weights, if there are any, have modules that fused layers know."""
     if not fields:
         return True
-    given = fields if isinstance(fields, dict) else fields.to_dict()
-    if given.get("quant_method") == "fp8":
-        return True
-    formats = formats_of(given)
+    formats = formats_of(fields if isinstance(fields, dict) else fields.to_dict())
     return formats is not None and not any(one.reorders for one in formats)

@@ -31,7 +31,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from oscar_mm.admission.capacity import heads_by_layer
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.engine.family import Family
-from oscar_mm.errors import InputError, shown
+from oscar_mm.errors import InputError
 from oscar_mm.media.sequence_lengths import read_lengths_once
 from oscar_mm.models import check_source, remedy, source_of, stored_bytes
 from oscar_mm.pipelines import divided_experts, divided_states
@@ -39,6 +39,7 @@ from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.drafts import add_drafts
 from oscar_mm.pipelines.quantized_checkpoints import (
     check_complete,
+    checked_formats,
     quantization_of,
     quantized_arguments,
 )
@@ -48,7 +49,6 @@ from oscar_mm.pipelines.row_adapters import add_row_adapters
 from oscar_mm.pipelines.weight_formats import adopt_fp8, already_quantized, check_format, quantize
 from oscar_mm.rank_watch import watch
 from oscar_mm.tensor_parallel import TPGroup
-from oscar_mm.weights.checkpoint_formats import formats_of
 
 _CONFIG_KEYS = (
     "revision",
@@ -163,7 +163,6 @@ def load(
         loaded = _loaded(family, source, config, placement.tp_plan, options)
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         raise InputError(f"model {source}: {first_line(error)}") from error
-    adopt_fp8(loaded)
     if weights is not None:
         quantize(loaded, family.text_part(loaded).get_decoder(), weights, target)
     if target is not None:
@@ -186,12 +185,10 @@ def _loaded(
 ) -> Any:
     """Load a model, if its weights are quantized in one of our formats with our own modules."""
     own = None if "quantization_config" in options else quantized_arguments(config, tp_plan)
-    if own is None:
-        return family.auto_class.from_pretrained(source, **options)
-    loaded, report = family.auto_class.from_pretrained(
-        source, **options, **own, output_loading_info=True
-    )
-    check_complete(report["missing_keys"])
+    # Otherwise transformers only logs which tensors have another shape.
+    how = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    loaded, report = family.auto_class.from_pretrained(source, **options, **(own or {}), **how)
+    check_complete(report)
     return loaded
 
 
@@ -270,10 +267,10 @@ def weights_title(source: str, config: Any) -> str | None:
     if not (fields := quantization_of(config)):
         return None
     try:
-        formats = formats_of(fields)
+        formats = checked_formats(fields)
     except ValueError as error:
         raise InputError(f"model {source}: {error}") from error
-    names = [one.title for one in formats or ()] or [shown(fields.get("quant_method"))]
+    names = [one.title for one in formats or ()] or [str(fields.get("quant_method"))]
     return " and ".join(names)
 
 

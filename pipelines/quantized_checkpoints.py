@@ -3,7 +3,7 @@
 transformers loads such checkpoints with packages and kernels of others, many only on a GPU. Here it
 reads the tensors as they are: a quantizer of our own replaces each quantized ``nn.Linear`` by a
 module that has the tensors of the checkpoint, and after loading each of these by a
-``QuantizedLinear``. Such checkpoints have three matrices for each expert, where transformers'
+``QuantizedLinear``. Most such checkpoints have three matrices for each expert, where transformers'
 modules stack those of all experts; after loading, they become ``QuantizedExperts``.
 
 The checkpoint's tensors say which modules are quantized, and not the patterns of its configuration,
@@ -15,8 +15,8 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -24,10 +24,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import (
+    AutoHfQuantizer,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from oscar_mm.errors import shown
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.weights import fp8
 from oscar_mm.weights.checkpoint_formats import (
@@ -55,8 +60,17 @@ _DTYPES = {
 }
 """Dtypes in the headers of safetensors files."""
 _OFFLOADED = "quantized weights cannot be offloaded; use more or larger GPUs"
+_CODES = "codes"
+"""Name for ``weight`` of an expert's matrix, which transformers would stack with others."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,5})\.(gate_proj|up_proj|down_proj)")
 """Name of an expert's matrix: module of all experts, number of the expert, name of the matrix."""
+_STACKED = ("gate_up_proj", "down_proj")
+"""Names of the stacked matrices of experts in transformers' modules."""
+_OF_EXPERTS = ("gate_up_proj", "0.gate_proj.weight")
+"""Names of tensors that modules of experts may have in checkpoints."""
+Result = TypeVar("Result")
+_SCALES = (".weight_scale_inv", ".weight_scale", "_proj_scale_inv")
+"""Ends of names of scales that belong to quantized weights."""
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -81,6 +95,26 @@ def quantization_of(config: Any) -> Any:
     return next((x for one in parts if (x := getattr(one, "quantization_config", None))), None)
 
 
+def checked_formats(fields: Any) -> list[CheckpointFormat] | None:
+    """Return ``formats_of`` a checkpoint's ``quantization_config``; None if only transformers has
+    its method.
+
+    Raises:
+        ValueError: if the method, or this kind of it, is not supported; the message names the
+            field.
+    """
+    formats = formats_of(fields)
+    names = "quant_method", "load_in_8bit", "load_in_4bit"
+    if not any(fields.get(name) for name in names):
+        raise ValueError("quantization_config.quant_method is missing: download config.json again")
+    if formats is None and not AutoHfQuantizer.supports_quant_method(fields):
+        raise ValueError(
+            f"quantization_config.quant_method is {shown(fields.get('quant_method'))}, which is "
+            "not supported; use a checkpoint in 16-bit, FP8, AWQ, GPTQ or of compressed-tensors"
+        )
+    return formats
+
+
 def quantized_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
     """Return the arguments with which ``from_pretrained`` loads a checkpoint's quantized weights.
 
@@ -95,7 +129,7 @@ def quantized_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
         ValueError: if they cannot be loaded; the message says which field is not supported.
     """
     fields = quantization_of(config)
-    if fields is None or (formats := formats_of(fields)) is None:
+    if fields is None or (formats := checked_formats(fields)) is None:
         return None
     if tp_plan is not None:
         raise ValueError(
@@ -110,16 +144,24 @@ def quantized_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
     return {"config": plain, "quantization_config": StoredWeights(fields)}
 
 
-def check_complete(missing: Sequence[str]) -> None:
+def check_complete(report: Mapping[str, Any]) -> None:
     """Check that a checkpoint had all tensors of a model, which otherwise has random ones.
 
     Args:
-        missing: names of the missing tensors.
+        report: loading info of ``from_pretrained``.
 
     Raises:
-        ValueError: if any is missing.
+        ValueError: if any is missing or has another shape.
     """
-    if missing:
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise ValueError(f"{name}: the shape is {list(found)}, must be {list(expected)}")
+    for name in sorted(report["unexpected_keys"]):
+        if name.endswith(_SCALES):
+            raise ValueError(
+                f"the checkpoint has {name}, but its config.json has no quantization_config: "
+                "download config.json again"
+            )
+    if missing := report["missing_keys"]:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise ValueError(f"the checkpoint lacks {min(missing)}{more}: download it again")
 
@@ -127,6 +169,11 @@ def check_complete(missing: Sequence[str]) -> None:
 @register_quantizer(_METHOD)
 class StoredWeightsQuantizer(HfQuantizer):
     """Replaces modules before and after transformers loads the weights."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._experts: list[str] = []
+        """Names in the checkpoint of modules whose experts have matrices of their own."""
 
     @property
     def _fields(self) -> Mapping[str, Any]:
@@ -155,15 +202,30 @@ class StoredWeightsQuantizer(HfQuantizer):
         names = _Names(model)
         experts: dict[str, dict[tuple[int, str], Tensors]] = defaultdict(dict)
         for stem, tensors in _headers(checkpoint_files or ()).items():
-            if not any(one.marks & tensors.keys() for one in formats):
+            if (stacked := _stacked_format(formats, tensors)) and (path := names.experts(stem)):
+                module = model.get_submodule(path)
+                model.set_submodule(path, _StoredStack(stem, module, stacked, tensors))
+            elif not any(one.marks & tensors.keys() for one in formats):
                 names.check(stem, tensors)
-            elif (found := _EXPERT.fullmatch(stem)) and names.stacks_experts(found[1]):
+            elif (found := _EXPERT.fullmatch(stem)) and names.experts(found[1]):
                 experts[found[1]][int(found[2]), found[3]] = tensors
             else:
                 _replace(model, names, formats, stem, tensors)
-        for path, stored in experts.items():
+        for stem, stored in experts.items():
+            path = names.experts(stem) or stem
+            self._experts.append(stem)
             module = model.get_submodule(path)
-            model.set_submodule(path, _StoredExperts(path, module, formats, stored))
+            model.set_submodule(path, _StoredExperts(stem, module, formats, stored))
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Return the rules by which transformers renames and converts tensors, before which experts
+        keep the codes of each matrix."""
+        found = super().update_weight_conversions(weight_conversions, *model)
+        if not self._experts:
+            return found
+        stems = "|".join(map(re.escape, self._experts))
+        pattern = rf"^((?:{stems})\.\d+\.(?:gate_proj|up_proj|down_proj))\.weight$"
+        return [WeightRenaming(pattern, rf"\1.{_CODES}"), *found]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         """See the module's docstring.
@@ -171,7 +233,7 @@ class StoredWeightsQuantizer(HfQuantizer):
         Raises:
             ValueError: if values are invalid, or weights are offloaded.
         """
-        for kind in (_StoredExperts, _StoredLinear):
+        for kind in (_StoredExperts, _StoredStack, _StoredLinear):
             for name in [name for name, one in model.named_modules() if isinstance(one, kind)]:
                 # Nothing else holds the module, so its memory is free before the next is converted.
                 module: Any = model.get_submodule(name)
@@ -218,6 +280,7 @@ class _Names:
         self._prefix = model.base_model_prefix
         self._tied = set(model.all_tied_weights_keys)
         self._state = model.state_dict()
+        self._experts: dict[str, str | None] = {}
 
     def module(self, stem: str) -> str | None:
         """Return the name of the module that a checkpoint calls ``stem``; None if there is none.
@@ -235,9 +298,17 @@ class _Names:
             raise ValueError(f"{stem} is quantized, but the configuration ties it to embeddings")
         return found.removesuffix(".weight") if found in self._state else None
 
-    def stacks_experts(self, path: str) -> bool:
-        """Return whether the model has a module of that name that stacks the weights of experts."""
-        return {f"{path}.gate_up_proj", f"{path}.down_proj"} <= self._state.keys()
+    def experts(self, stem: str) -> str | None:
+        """Return the name of the module with the stacked weights of the experts that a checkpoint
+        calls ``stem``; None if there is none."""
+        if stem not in self._experts:
+            renamed = (self._renamed(f"{stem}.{name}")[0] for name in _OF_EXPERTS)
+            paths = [name.rpartition(".experts.")[0] + ".experts" for name in renamed]
+            self._experts[stem] = next(filter(self._stacks_experts, paths), None)
+        return self._experts[stem]
+
+    def _stacks_experts(self, path: str) -> bool:
+        return {f"{path}.{name}" for name in _STACKED} <= self._state.keys()
 
     def check(self, stem: str, tensors: Tensors) -> None:
         """Check that tensors of a module that is not quantized have the dtypes and the shapes of
@@ -300,6 +371,7 @@ class _StoredLinear(nn.Module):
         module: nn.Linear,
         formats: Sequence[CheckpointFormat],
         tensors: Tensors,
+        codes: str = "weight",
     ) -> None:
         """
         Args:
@@ -307,6 +379,7 @@ class _StoredLinear(nn.Module):
             module: the module to replace.
             formats: formats of the checkpoint, one of which the tensors have.
             tensors: the tensors on the meta device.
+            codes: name of the parameter for the tensor ``weight``.
 
         Raises:
             ValueError: if the tensors are not those of the module.
@@ -326,10 +399,10 @@ class _StoredLinear(nn.Module):
                 check_shape("bias", tensors.get("bias", bias), (module.out_features,))
         except ValueError as error:
             raise ValueError(f"{stem}.{error}") from error
-        self._names = tuple(parts)
+        self._names = {name: codes if name == "weight" else name for name in parts}
         for name, tensor in (*parts.items(), ("bias", bias)):
             fixed = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-            self.register_parameter(name, fixed)
+            self.register_parameter(self._names.get(name, name), fixed)
 
     def quantized(self) -> QuantizedLinear:
         """Convert the loaded tensors.
@@ -337,7 +410,7 @@ class _StoredLinear(nn.Module):
         Raises:
             ValueError: if values are invalid, or weights are offloaded.
         """
-        tensors = {name: getattr(self, name).detach() for name in self._names}
+        tensors = {name: getattr(self, own).detach() for name, own in self._names.items()}
         if any(tensor.is_meta for tensor in tensors.values()):
             raise ValueError(f"{self._stem}: {_OFFLOADED}")
         try:
@@ -365,6 +438,91 @@ class _StoredLinear(nn.Module):
         if found.bias is not None and bool(found.bias.any()):
             raise ValueError(f"{self._stem}.bias: experts with biases are not supported")
         return found.matrix
+
+
+def _stacked_format(
+    formats: Sequence[CheckpointFormat], tensors: Tensors
+) -> CheckpointFormat | None:
+    """Return the format of the stacked matrices of experts; None if these tensors are no such."""
+    for one in formats:
+        scales = {f"{name}{one.stacked}" for name in _STACKED} if one.stacked else set[str]()
+        if scales & tensors.keys():
+            return one
+    return None
+
+
+class _StoredStack(nn.Module):
+    """Tensors of the stacked matrices of a layer's experts, with the names of a checkpoint.
+
+    Qwen3-VL's checkpoints have the matrices, and their scales, transposed.
+    """
+
+    def __init__(self, stem: str, module: Any, chosen: CheckpointFormat, tensors: Tensors) -> None:
+        """
+        Args:
+            stem: name of the module in the checkpoint.
+            module: the module to replace, with the stacked weights of experts.
+            chosen: format of the matrices.
+            tensors: the tensors on the meta device.
+
+        Raises:
+            ValueError: if the tensors are not those of the module.
+        """
+        super().__init__()
+        self._stem, self._format, self._act_fn = stem, chosen, module.act_fn
+        self._shapes = {name: tuple(getattr(module, name).shape) for name in _STACKED}
+        for name in _STACKED:
+            for part in (name, f"{name}{chosen.stacked}"):
+                if part not in tensors:
+                    raise ValueError(f"{stem}.{part} is missing: download the checkpoint again")
+                self.register_parameter(part, nn.Parameter(tensors[part], requires_grad=False))
+            self._each(name, chosen.check)
+
+    def quantized(self) -> QuantizedExperts:
+        """Convert the loaded tensors.
+
+        Raises:
+            ValueError: if values are invalid, or weights are offloaded.
+        """
+        if any(tensor.is_meta for tensor in self.parameters()):
+            raise ValueError(f"{self._stem}: {_OFFLOADED}")
+        gate_up, down = (
+            QuantizedMatrix.stacked([one for one, _ in self._each(name, self._format.matrix)])
+            for name in _STACKED
+        )
+        return QuantizedExperts(gate_up, down, self._act_fn)
+
+    def _each(self, name: str, apply: Callable[[Tensors, int, int], Result]) -> list[Result]:
+        """Apply a function to the matrix of each expert.
+
+        Args:
+            name: name of the stacked matrices.
+            apply: function of a matrix's tensors, of its outputs and of its columns.
+
+        Raises:
+            ValueError: if the shape is another than that of the model; see also ``apply``.
+        """
+        path, scales = f"{self._stem}.{name}", f"{name}{self._format.stacked}"
+        codes, given = getattr(self, name).detach(), getattr(self, scales).detach()
+        count, outputs, width = self._shapes[name]
+        if tuple(codes.shape) == (count, width, outputs) != (count, outputs, width):
+            codes, given = codes.mT, given.mT if given.ndim == 3 else given
+        if tuple(codes.shape) != (count, outputs, width):
+            shape = [count, outputs, width]
+            raise ValueError(f"{path}: the shape is {list(codes.shape)}, must be {shape}")
+        if given.ndim == 0 or len(given) == 1:
+            given = given.expand(count, *given.shape[1:])
+        if len(given) != count:
+            shape = list(given.shape)
+            raise ValueError(f"{self._stem}.{scales}: the shape is {shape}, for {count} experts")
+        found = []
+        for number in range(count):
+            tensors = {"weight": codes[number].contiguous(), self._format.scales: given[number]}
+            try:
+                found.append(apply(tensors, outputs, width))
+            except ValueError as error:
+                raise ValueError(f"{path}, expert {number}: {error}") from error
+        return found
 
 
 class _StoredExperts(nn.Module):
@@ -401,9 +559,16 @@ class _StoredExperts(nn.Module):
                 if (number, name) not in stored:
                     raise ValueError(f"{stem} is not quantized, but matrices of other experts are")
                 shape = outward if name == "down_proj" else inward
-                part = _StoredLinear(stem, shape, formats, stored[number, name])
+                part = _StoredLinear(stem, shape, formats, stored[number, name], _CODES)
                 expert.add_module(name, part)
             self.add_module(str(number), expert)
+
+    @property
+    def gate_up_proj(self) -> torch.Tensor:
+        """Stands in for weights that transformers initializes in some families; not loaded."""
+        return torch.empty(0)
+
+    down_proj = gate_up_proj
 
     def quantized(self) -> QuantizedExperts:
         """Convert the loaded tensors, and stack those of all experts.

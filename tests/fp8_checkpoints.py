@@ -12,13 +12,16 @@ PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 EXPERTS = ("gate_up_proj", "down_proj")
 
 
-def to_fp8(folder: Path, target: Path, *, per_tensor: bool = False) -> dict[str, torch.Tensor]:
+def to_fp8(
+    folder: Path, target: Path, *, per_tensor: bool = False, transposed: bool = False
+) -> dict[str, torch.Tensor]:
     """Quantize the decoder's products of a checkpoint folder.
 
     Args:
         folder: checkpoint with 16-bit or 32-bit weights in one file.
         target: folder that is made.
         per_tensor: one scale for each matrix, instead of one for each block of 128 x 128.
+        transposed: stacked matrices of experts are transposed, as in Qwen3-VL's checkpoints.
 
     Returns:
         The dequantized weights in float32, by name.
@@ -35,6 +38,9 @@ def to_fp8(folder: Path, target: Path, *, per_tensor: bool = False) -> dict[str,
         if not is_product and parts[-1] not in EXPERTS:
             written[name] = weight
             continue
+        turns = transposed and parts[-1] in EXPERTS
+        if turns:
+            weight = weight.transpose(1, 2).contiguous()
         if per_tensor:
             scale = weight.float().abs().max() / 448
             codes, scales = (weight.float() / scale).to(torch.float8_e4m3fn), scale
@@ -42,6 +48,8 @@ def to_fp8(folder: Path, target: Path, *, per_tensor: bool = False) -> dict[str,
         else:
             codes, scales = quantized(weight)
             truth[name] = dequantized(codes, scales, torch.float32)
+        if turns:
+            truth[name] = truth[name].transpose(1, 2).contiguous()
         written[name], written[f"{name}_scale_inv"] = codes, scales
     save_file(written, target / "model.safetensors", {"format": "pt"})
     config = json.loads((target / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Formats in which checkpoints store quantized matrices: compressed-tensors, AWQ and GPTQ.
+"""Formats in which checkpoints store quantized matrices: FP8, compressed-tensors, AWQ and GPTQ.
 
 Each format names the tensors of a matrix, checks their shapes, and makes a ``QuantizedMatrix`` of
 them. INT4 codes lie in 32-bit words, eight in each, the first in the lowest bits.
@@ -23,7 +23,6 @@ _SYMMETRIC_ZERO = 8
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
 _Dtypes = Mapping[str, tuple[torch.dtype, ...]]
-_FLOAT8: _Dtypes = {"weight": (fp8.CODES,), "weight_scale": _FLOATS}
 _PACKED: _Dtypes = {
     "weight_packed": (torch.int32,),
     "weight_scale": _FLOATS,
@@ -42,12 +41,15 @@ class CheckpointFormat(ABC):
         dtypes: dtypes of the tensors of a matrix; others, such as scales of activations, are
             ignored.
         needed: names of the tensors that each matrix must have.
+        stacked: what the names of scales add to those of the stacked matrices of experts; None if
+            each expert has matrices of its own.
     """
 
     title: ClassVar[str]
     scales: ClassVar[str]
     dtypes: _Dtypes
     needed: frozenset[str]
+    stacked: ClassVar[str | None] = None
 
     @property
     def marks(self) -> frozenset[str]:
@@ -66,7 +68,7 @@ class CheckpointFormat(ABC):
             ValueError: if they are not; the message begins with the name of a tensor.
         """
         for name in sorted(self.needed - tensors.keys()):
-            raise ValueError(f"{name} is missing")
+            raise ValueError(f"{name} is missing: download it again")
         for name, tensor in tensors.items():
             if tensor.dtype not in self.dtypes[name]:
                 supported = " or ".join(str(one) for one in self.dtypes[name])
@@ -100,25 +102,37 @@ class CheckpointFormat(ABC):
 
 
 class Float8(CheckpointFormat):
-    """FP8 of compressed-tensors: codes as they are, and scales of a matrix, a row or a block."""
+    """FP8: codes as they are, and scales of a matrix, a row or a block."""
 
-    title = "FP8 (compressed-tensors)"
-    scales = "weight_scale"
-    dtypes = _FLOAT8
-    needed = frozenset(dtypes)
+    title = "FP8"
+    scales = "weight_scale_inv"
+    stacked = "_scale_inv"
+
+    def __init__(self) -> None:
+        self.dtypes = {"weight": (fp8.CODES,), self.scales: _FLOATS}
+        self.needed = frozenset(self.dtypes)
 
     def _check_shapes(self, tensors: Tensors, outputs: int, width: int) -> None:
         check_shape("weight", tensors["weight"], (outputs, width))
-        try:
-            fp8.expanded(tensors["weight"], tensors["weight_scale"])
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(f"weight_scale: {error}") from error
+        self._expanded(tensors)
 
     def _matrix(
         self, tensors: Tensors, outputs: int, width: int
     ) -> tuple[QuantizedMatrix, torch.Tensor | None]:
-        codes = tensors["weight"]
-        return QuantizedMatrix(codes, fp8.expanded(codes, tensors["weight_scale"])), None
+        return QuantizedMatrix(tensors["weight"], self._expanded(tensors)), None
+
+    def _expanded(self, tensors: Tensors) -> torch.Tensor:
+        try:
+            return fp8.expanded(tensors["weight"], tensors[self.scales])
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"{self.scales}: {error}") from error
+
+
+class CompressedFloat8(Float8):
+    """FP8 of compressed-tensors."""
+
+    title = "FP8 (compressed-tensors)"
+    scales, stacked = "weight_scale", None
 
 
 class _Int4(CheckpointFormat):
@@ -318,7 +332,12 @@ def formats_of(fields: Mapping[str, Any]) -> list[CheckpointFormat] | None:
         ValueError: if the method is known, but not this kind of it; the message names the field.
     """
     given = _Fields("quantization_config", fields)
-    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}
+    readers = {
+        "fp8": _fp8,
+        "awq": _awq,
+        "gptq": _gptq,
+        "compressed-tensors": _compressed_tensors,
+    }
     reader = readers.get(str(fields.get("quant_method")).lower())
     return None if reader is None else reader(given)
 
@@ -355,6 +374,14 @@ class _Fields:
             return []
         part = self.part(name)
         return [part.part(entry) for entry in part._values]
+
+
+def _fp8(fields: _Fields) -> list[CheckpointFormat]:
+    # "e4m3", or None where the field is absent.
+    fields.get("fmt", "e4m3", absent="e4m3")
+    fields.get("scale_fmt", "float", absent="float")
+    fields.get("weight_block_size", None, [fp8.BLOCK, fp8.BLOCK])
+    return [Float8()]
 
 
 def _awq(fields: _Fields) -> list[CheckpointFormat]:
@@ -419,4 +446,4 @@ def _float8(weights: _Fields) -> CheckpointFormat:
     weights.get("strategy", "tensor", "channel", "block")
     weights.get("symmetric", True, absent=True)
     weights.get("block_structure", None, [fp8.BLOCK, fp8.BLOCK])
-    return Float8()
+    return CompressedFloat8()

@@ -55,7 +55,7 @@ def test_quantized_weights(name: str, qwen2_5_vl_folder, tmp_path) -> None:
 def test_fp8_as_transformers_stores_it(qwen3_vl_folder, tmp_path) -> None:
     to_fp8(qwen3_vl_folder, tmp_path / "fp8")
     found = decode_path(tmp_path / "fp8")
-    assert (found.weights, found.fused) == ("'fp8'", True)
+    assert (found.weights, found.fused) == ("FP8", True)
 
 
 @pytest.mark.parametrize(

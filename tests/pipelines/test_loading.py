@@ -260,9 +260,9 @@ def test_quantized_weights_are_placed_as_they_are_loaded(qwen3_vl_folder, monkey
     def fake(source: str, **options: Any) -> Any:
         seen.update(options)
         options.pop("quantization_config")
-        model = load(source, **options)
+        model, report = load(source, **options)
         model.to = None
-        return model
+        return model, report
 
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", fake)
     OscarVLPipeline(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AwqConfig
 
-from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.modules import modules_of
@@ -124,6 +124,27 @@ def test_answers(name, family, request, tmp_path, monkeypatch, device) -> None:
         torch.testing.assert_close(
             logits, plain.model(**inputs.to("cpu")).logits, atol=1e-3, rtol=1e-3
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("int4 channel", "qwen3_omni"), ("fp8 channel", "qwen3_omni_talker")]
+)
+def test_experts_of_omni(name, family, request, tmp_path) -> None:
+    """In files, experts of thinker and talker have other names than in the model."""
+    folder = request.getfixturevalue(f"{family}_folder")
+    truth = quantize_folder(folder, tmp_path / "stored", *FORMATS[name])
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    altered(plain, lambda tensors: tensors.update(truth))
+    pipes = [
+        OscarOmniPipeline(folder, device="cpu", dtype="float32", policy="bf16")
+        for folder in (plain, tmp_path / "stored")
+    ]
+    expected, found = (REQUEST.ask(one, max_new_tokens=6).token_ids for one in pipes)
+    assert found == expected
+    of_experts = sum(".experts." in one for one in truth)
+    modules = modules_of(pipes[1].family.outer_model)
+    stacked = [one for one in modules if type(one) is QuantizedExperts]
+    assert 3 * sum(len(one.down_proj) for one in stacked) == of_experts > 0
 
 
 def stored(name: str, folder: Path, target: Path, shards: int = 1) -> Path:

@@ -1,11 +1,14 @@
 """FP8 weights, from a checkpoint or made at load, against their dequantized copies."""
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -13,6 +16,9 @@ from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.modules import modules_of
+from oscar_mm.pipelines.decode_path import decode_path
+from oscar_mm.pipelines.loading import reader
+from oscar_mm.pipelines.plan import Plan, Session, plan
 from tests.fp8_checkpoints import PRODUCTS, to_fp8
 from tests.prompts import REQUESTS
 
@@ -27,8 +33,9 @@ def keeps_fp8(monkeypatch) -> None:
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
 
 
-def answer(model: Path, device: str = "cpu", **arguments) -> tuple[OscarVLPipeline, list[int]]:
-    pipe = OscarVLPipeline(model, device=device, dtype="float32", **arguments)
+def answer(model: Path, device: str = "cpu") -> tuple[Any, list[int]]:
+    kind = OscarOmniPipeline if reader(model) == "OscarOmniPipeline" else OscarVLPipeline
+    pipe = kind(model, device=device, dtype="float32")
     return pipe, REQUEST.ask(pipe, max_new_tokens=12).token_ids
 
 
@@ -46,58 +53,125 @@ def quantized_products(pipe: OscarVLPipeline) -> int:
     return sum(type(one) is QuantizedLinear for one in modules_of(pipe.model))
 
 
-@pytest.mark.daily("qwen3_vl_per_tensor", "qwen3_vl_moe")
+@pytest.mark.daily("qwen3_vl-per_tensor", "qwen3_vl_moe-transposed", "qwen3_5_moe")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_per_tensor", "qwen3_vl_moe"])
-def test_an_fp8_checkpoint(family, request, tmp_path, keeps_fp8, device) -> None:
-    folder = request.getfixturevalue(f"{family.removesuffix('_per_tensor')}_folder")
-    truth = to_fp8(folder, tmp_path / "fp8", per_tensor=family.endswith("_per_tensor"))
-    _, expected = answer(with_weights(folder, tmp_path / "plain", truth), device)
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("qwen3_vl", ""),
+        ("qwen3_vl", "per_tensor"),
+        ("qwen3_vl_moe", ""),
+        ("qwen3_vl_moe", "transposed"),
+        ("qwen3_vl_moe", "per_tensor"),
+        ("qwen3_5_moe", ""),
+        ("qwen3_omni", ""),
+    ],
+)
+def test_an_fp8_checkpoint(family, how, request, tmp_path, device) -> None:
+    """Experts are stacked or each by themselves."""
+    folder = request.getfixturevalue(f"{family}_folder")
+    truth = to_fp8(folder, tmp_path / "fp8", **({how: True} if how else {}))
+    plain, expected = answer(with_weights(folder, tmp_path / "plain", truth), device)
     pipe, found = answer(tmp_path / "fp8", device)
     assert found == expected
-    kinds = [type(one) for one in modules_of(pipe.model)]
-    matrices = kinds.count(QuantizedLinear) + 2 * kinds.count(QuantizedExperts)
-    assert matrices == len(truth) > 0
-    assert not any(issubclass(kind, FP8Linear | FP8Experts) for kind in kinds)
-    assert supports(pipe.model)
+    own = [one for one in modules_of(pipe.model) if type(one) is QuantizedLinear]
+    stacked = [one for one in modules_of(pipe.model) if type(one) is QuantizedExperts]
+    of_experts = sum(".experts." in name for name in truth)
+    assert len(own) + of_experts == len(truth) > 0
+    each = 2 if family == "qwen3_vl_moe" else 3 * len(stacked[0].down_proj) if stacked else 0
+    assert of_experts == each * len(stacked)
+    assert bool(stacked) == (family != "qwen3_vl")
+    assert supports(pipe.model) == supports(plain.model)
 
 
-def test_without_a_gpu_an_fp8_checkpoint_is_dequantized(qwen3_vl_folder, tmp_path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("transformers keeps FP8 weights where there is a GPU")
-    truth = to_fp8(qwen3_vl_folder, tmp_path / "fp8")
-    _, expected = answer(with_weights(qwen3_vl_folder, tmp_path / "plain", truth))
-    pipe, found = answer(tmp_path / "fp8")
-    assert found == expected and quantized_products(pipe) == 0
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_a_loaded_fp8_model(family, request, tmp_path, keeps_fp8) -> None:
+    """Modules of transformers would download their kernels."""
+    folder = request.getfixturevalue(f"{family}_folder")
+    truth = to_fp8(folder, tmp_path / "fp8")
+    _, expected = answer(with_weights(folder, tmp_path / "plain", truth))
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "fp8", dtype=torch.float32)
+    assert any(isinstance(one, FP8Linear) for one in modules_of(loaded))
+    pipe = OscarVLPipeline(loaded)
+    assert REQUEST.ask(pipe, max_new_tokens=12).token_ids == expected
+    assert not any(isinstance(one, FP8Linear | FP8Experts) for one in modules_of(pipe.model))
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_scales_that_are_not_finite(qwen3_vl_folder, tmp_path, keeps_fp8, value) -> None:
-    to_fp8(qwen3_vl_folder, tmp_path / "fp8")
-    file = tmp_path / "fp8" / "model.safetensors"
+def test_scales_that_are_not_finite(family, request, tmp_path, value) -> None:
+    name, file = changed_scales(request, family, tmp_path, lambda scales: scales.fill_(value))
+    named = name if name.endswith("weight_scale_inv") else name.removesuffix("_scale_inv")
+    with pytest.raises(InputError, match=f"{named}.* has NaN or infinite values: download it"):
+        OscarVLPipeline(file.parent, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_scales_of_a_wrong_shape(family, request, tmp_path) -> None:
+    _, file = changed_scales(
+        request, family, tmp_path, lambda scales: scales.repeat_interleave(2, -1)
+    )
+    with pytest.raises(InputError, match=r"weight_scale_inv: scales: the shape is .*, but FP8"):
+        OscarVLPipeline(file.parent, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_scales_that_are_missing(family, request, tmp_path) -> None:
+    name, file = changed_scales(request, family, tmp_path, lambda _: None)
+    named = name.removesuffix("_scale_inv")
+    with pytest.raises(InputError, match=rf"{named}(_scale_inv is missing| has codes in)"):
+        OscarVLPipeline(file.parent, device="cpu")
+
+
+def changed_scales(request, family: str, target: Path, change) -> tuple[str, Path]:
+    """Change the first scales of an FP8 checkpoint; return their name, and the file."""
+    to_fp8(request.getfixturevalue(f"{family}_folder"), target / "fp8")
+    file = target / "fp8" / "model.safetensors"
     tensors = load_file(file)
-    name = next(one for one in tensors if one.endswith("weight_scale_inv"))
-    tensors[name].view(-1)[0] = value
-    save_file(tensors, file, {"format": "pt"})
-    module = name.split("layers.")[1]
-    with pytest.raises(InputError, match=f"{module} has NaN or infinite scales: download it again"):
-        OscarVLPipeline(tmp_path / "fp8", device="cpu")
+    name = next(x for x in sorted(tensors) if x.endswith("_scale_inv"))
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else tensors | {name: changed}, file, {"format": "pt"})
+    return name, file
 
 
-def test_blocks_of_another_size(qwen3_vl_folder, tmp_path, keeps_fp8) -> None:
+def test_blocks_of_another_size(qwen3_vl_folder, tmp_path) -> None:
     to_fp8(qwen3_vl_folder, tmp_path / "fp8")
-    file, config = tmp_path / "fp8" / "model.safetensors", tmp_path / "fp8" / "config.json"
+    config = tmp_path / "fp8" / "config.json"
     fields = json.loads(config.read_text())
     fields["quantization_config"]["weight_block_size"] = [16, 16]
     config.write_text(json.dumps(fields))
-    tensors = load_file(file)
-    for name, codes in list(tensors.items()):
-        if f"{name}_scale_inv" in tensors:
-            shape = [-(-size // 16) for size in codes.shape]
-            tensors[f"{name}_scale_inv"] = torch.ones(shape)
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(InputError, match=r"weight_scale_inv: scales: the shape is .* FP8 weights"):
+    said = r"weight_block_size is \[16, 16\]; supported: None, \[128, 128\]"
+    with pytest.raises(InputError, match=said):
         OscarVLPipeline(tmp_path / "fp8", device="cpu")
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_missing_and_misshapen_weights(qwen3_vl_folder, tmp_path, weights) -> None:
+    """Random weights in their place would give wrong answers."""
+    file = with_weights(qwen3_vl_folder, tmp_path / "bad", {}) / "model.safetensors"
+    tensors = load_file(file)
+    name = next(x for x in sorted(tensors) if x.endswith("q_norm.weight"))
+    save_file(tensors | {name: tensors[name][:-1].clone()}, file, {"format": "pt"})
+    with pytest.raises(InputError, match=rf"{name}: the shape is \[63\], must be \[64\]"):
+        OscarVLPipeline(file.parent, device="cpu", weights=weights)
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(InputError, match=rf"the checkpoint lacks {name}: download it again"):
+        OscarVLPipeline(file.parent, device="cpu", weights=weights)
+
+
+def test_an_unknown_method(qwen3_vl_folder, tmp_path) -> None:
+    folder = with_weights(qwen3_vl_folder, tmp_path / "bad", {})
+    config = folder / "config.json"
+    fields = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "modelopt"}}
+    config.write_text(json.dumps(fields))
+    for use in (plan_of_nothing, partial(OscarVLPipeline, device="cpu"), decode_path):
+        with pytest.raises(InputError, match="quant_method is 'modelopt', which is not supported"):
+            use(folder)
+
+
+def plan_of_nothing(folder: Path) -> Plan:
+    return plan(folder, Session())
 
 
 @pytest.mark.daily("fp8-qwen3_vl_folder", "int4-llava_next_folder", "int4-qwen3_omni_folder")

@@ -101,7 +101,7 @@ def test_configurations_that_are_refused(config, message) -> None:
         formats_of(config)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", None, 7, ["gptq"]])
+@pytest.mark.parametrize("method", ["bitsandbytes", "fp9", None, 7, ["gptq"]])
 def test_other_methods_are_left_to_transformers(method) -> None:
     assert formats_of({"quant_method": method}) is None
 
