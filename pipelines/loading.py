@@ -33,7 +33,7 @@ from oscar_mm.cache.states import layers_of_states
 from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError
 from oscar_mm.media.sequence_lengths import read_lengths_once
-from oscar_mm.models import check_source, remedy, source_of, stored_bytes
+from oscar_mm.models import check_source, check_weights, remedy, source_of, stored_bytes
 from oscar_mm.pipelines import divided_experts, divided_states
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.drafts import add_drafts
@@ -162,6 +162,7 @@ def load(
     try:
         loaded = _loaded(family, source, config, placement.tp_plan, options)
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
+        check_weights(source, shared)  # Names the file, which the error does not.
         raise InputError(f"model {source}: {first_line(error)}") from error
     if weights is not None:
         quantize(loaded, family.text_part(loaded).get_decoder(), weights, target)

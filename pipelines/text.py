@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.errors import InputError
-from oscar_mm.models import check_source, source_of
+from oscar_mm.models import check_source, check_weights, source_of
 from oscar_mm.pipelines.families.text import TextFamily
 from oscar_mm.pipelines.loading import config_of, device_of, dtype_of, first_line, meta_model
 from oscar_mm.pipelines.registry import find_family
@@ -118,6 +118,8 @@ def load_text_model(
             source, dtype=dtype_of(dtype, target.type == "cpu"), **given
         )
     except (*_UNREADABLE, SafetensorError) as error:
+        if "gguf_file" not in given:
+            check_weights(source, given)
         raise InputError(f"model {source}: {first_line(error)}") from error
     check_fits(source, loaded.config, states=False)  # The caller crops caches to any length.
     try:

@@ -17,6 +17,7 @@ from typing import Any
 
 from oscar_mm.errors import InputError, suggestion
 from oscar_mm.models.released import RELEASED
+from oscar_mm.models.weight_files import PATTERN, check_files, weight_files
 
 BUNDLED = {
     "pocket-vl": "reads printed codes, short receipts and coloured shapes",
@@ -29,7 +30,6 @@ SAMPLES = Path(__file__).parents[1] / "samples"
 they show and say, ``questions.jsonl`` has questions about them with answers."""
 MAX_NAME = 256
 """Maximum length of a model's name for clients, in characters."""
-_WEIGHTS = "model*.safetensors"
 _TIMEOUT_S = 1.5
 _TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
 
@@ -170,16 +170,63 @@ def stored_bytes(source: str) -> int:
         source: result of ``source_of``; a hub id that ``check_source`` has found.
 
     Raises:
-        InputError: if the files are not in the hub's cache, and it does not tell their sizes within
-            two seconds.
+        InputError: if there are no weight files, if one is missing or damaged, or if the files are
+            not in the hub's cache, and it does not tell their sizes within two seconds.
     """
-    if Path(source).is_dir():
-        return _bytes_in(Path(source))
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    folder = folder_of(source)
+    files = [] if folder is None else weight_files(folder)
+    if Path(source).is_dir() or (files and all(file.is_file() for file in files)):
+        check_files(files)
+        sizes = [file.stat().st_size for file in files]
+    else:
+        sizes = _sizes_on_hub(source)
+    if not sizes:
+        raise InputError(
+            f"model {source}: there are no weights ({PATTERN}); download the whole checkpoint"
+        )
+    return sum(sizes)
 
-    config: Any = try_to_load_from_cache(source, "config.json")
-    if isinstance(config, str) and (found := _bytes_in(Path(config).parent)):
-        return found
+
+def check_weights(source: str, options: Mapping[str, Any] | None = None) -> None:
+    """Refuse weight files on this machine that are missing or damaged.
+
+    Args:
+        source: result of ``source_of``.
+        options: see ``check_source``.
+
+    Raises:
+        InputError: if the index or a file that it names is missing or damaged; names the file.
+    """
+    if (folder := folder_of(source, options)) is not None:
+        check_files(weight_files(folder))
+
+
+def folder_of(source: str, options: Mapping[str, Any] | None = None) -> Path | None:
+    """Return the folder of a checkpoint, which a hub id may have in the hub's cache, or None.
+
+    Args:
+        source: result of ``source_of``.
+        options: see ``check_source``.
+    """
+    given = dict(options or {})
+    subfolder = given.get("subfolder") or ""
+    if Path(source).is_dir():
+        return Path(source) / subfolder
+    from huggingface_hub import try_to_load_from_cache
+
+    name = f"{subfolder}/config.json" if subfolder else "config.json"
+    known: Any = try_to_load_from_cache(source, name, given.get("cache_dir"), given.get("revision"))
+    return Path(known).parent if isinstance(known, str) else None
+
+
+def _sizes_on_hub(source: str) -> list[int]:
+    """Return the sizes of a hub id's weight files in bytes.
+
+    Raises:
+        InputError: if the hub does not tell them within two seconds.
+    """
+    from huggingface_hub import HfApi
+
     seconds = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
 
     def ask() -> list[tuple[str, int]]:
@@ -193,11 +240,7 @@ def stored_bytes(source: str) -> int:
             f"model {source}: its weights are not on this machine, and the hub does not tell their "
             f"size ({type(error).__name__}); try again, or pass the folder of the checkpoint"
         ) from error
-    return sum(size for name, size in files if fnmatch(name, _WEIGHTS))
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob(_WEIGHTS))
+    return [size for name, size in files if fnmatch(name, PATTERN)]
 
 
 def _within(seconds: float, ask: Callable[[], object]) -> object:
