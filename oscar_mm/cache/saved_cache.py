@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,8 @@ from oscar_mm.policy import PLAIN, WHOLE_HEAD, Bits, KVPolicy
 
 FORMAT_VERSION = 2
 """Version number, increased with any change to the file's tensors or to the bytes of a page."""
+ADAPTER = " adapter "
+"""Separates the fingerprints of a model and of its adapter."""
 _ADDED: dict[str, Any] = {"value_scale": "plain", "center": False}
 """Policy fields that older files lack, with the values that their pages were packed with."""
 _TEXT = "oscar_mm.cache"
@@ -236,7 +238,7 @@ class SavedCache:
         cls,
         path: str | Path,
         *,
-        fingerprint: str | Collection[str],
+        fingerprint: str | Mapping[str, str | None],
         policy: str | KVPolicy | None = None,
         layers: Sequence[Shape] | None = None,
     ) -> SavedCache:
@@ -244,8 +246,9 @@ class SavedCache:
 
         Args:
             path: file written by ``save_cache``.
-            fingerprint: fingerprint of the model that will continue the cache, or several, of
-                which the file must have one.
+            fingerprint: fingerprint of the model that will continue the cache; or those of the
+                model alone and with each adapter, of which the file must have one, and the names
+                of the adapters.
             policy: policy that the cache must have; by default, any.
             layers: layer shapes that the cache must have; by default, any.
 
@@ -415,18 +418,38 @@ def _text_of(texts: dict[str, str], path: str | Path) -> dict[str, Any]:
     raise InputError(f"{path} is a safetensors file, but not a saved cache")
 
 
-def _check_text(text: dict[str, Any], path: str | Path, fingerprint: str | Collection[str]) -> None:
+def _check_text(
+    text: dict[str, Any], path: str | Path, fingerprint: str | Mapping[str, str | None]
+) -> None:
     if text["version"] != FORMAT_VERSION:
         raise InputError(
             f"{path} has format version {str(text['version'])[:20]}; this version of oscar_mm "
             f"reads {FORMAT_VERSION}"
         )
-    known = [fingerprint] if isinstance(fingerprint, str) else list(fingerprint)
-    if (found := text.get("fingerprint")) not in known:
+    known = {fingerprint: None} if isinstance(fingerprint, str) else fingerprint
+    if (found := text.get("fingerprint")) in list(known):
+        return
+    here = next(iter(known))
+    own, _, adapter = str(found).partition(ADAPTER)
+    if own == here and adapter:
+        loaded = [
+            f"{name!r} ({_short(one.partition(ADAPTER)[2])})"
+            for one, name in known.items()
+            if name is not None
+        ]
         raise InputError(
-            f"{path} was saved with another model (fingerprint {found!s:.200}, here "
-            f"{known[0]:.200}): load it with the same model and adapter"
+            f"{path} belongs to an adapter of this model with the fingerprint {_short(adapter)}, "
+            f"which is not loaded (loaded: {', '.join(loaded) or 'none'}); load that adapter too"
         )
+    raise InputError(
+        f"{path} was saved with another model (fingerprint {_short(str(found))}, here "
+        f"{_short(here)}): load it with the same model and adapter"
+    )
+
+
+def _short(fingerprint: str) -> str:
+    """Return a fingerprint for people, with the first digits of each of its digests."""
+    return re.sub("[0-9a-f]{64}", lambda digest: digest[0][:12], fingerprint)[:_SHOWN]
 
 
 def _check_policy(found: KVPolicy, policy: KVPolicy | None, path: str | Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ def chat_content(
 def read_chat(
     path: str | Path,
     *,
-    fingerprints: Collection[str],
+    fingerprints: Mapping[str, str | None],
     policy: KVPolicy,
     layers: Sequence[Shape],
     family: Family,
@@ -119,7 +119,8 @@ def read_chat(
 
     Args:
         path: file of the chat.
-        fingerprints: fingerprints of the pipeline's model, alone and with each adapter.
+        fingerprints: fingerprints of the pipeline's model, alone and with each adapter, and the
+            names of the adapters.
         policy: policy of the pipeline.
         layers: shapes of the model's layers.
         family: family of the model.

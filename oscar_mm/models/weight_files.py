@@ -1,4 +1,4 @@
-"""Weight files of a checkpoint: which they are, and whether they are whole. Does not import torch."""
+"""Weight files of a checkpoint: which they are, and whether they are whole, without torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / _WHOLE).exists() or not index.exists():
         return sorted(folder.glob(PATTERN))
     try:
-        return sorted(
-            {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-        )
+        names = json.loads(index.read_text())["weight_map"].values()
+        return sorted({folder / name for name in names})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"model {index}: the file is damaged; {_AGAIN}") from error
 

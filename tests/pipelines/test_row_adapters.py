@@ -219,8 +219,12 @@ def test_chats_keep_their_adapter(qwen3_vl_folder, folders, pipe, tmp_path) -> N
         assert loaded_chat.adapter == name
         assert loaded_chat.ask("Why?", max_new_tokens=COUNT).token_ids == following
     without = loaded(qwen3_vl_folder)
-    with pytest.raises(InputError, match=r"another model .* load it with the same model and adapt"):
-        without.load_chat(tmp_path / "chat")
+    other = loaded(qwen3_vl_folder, adapters={"mine": folders["towers"]})
+    own, mine = (one.fingerprint_with(one.adapters[-1])[-64:][:12] for one in (pipe, other))
+    for again, there in ((without, "none"), (other, rf"'mine' \({mine}\)")):
+        words = rf"adapter .* {own}, which is not loaded \(loaded: {there}\); load that adapter too"
+        with pytest.raises(InputError, match=words):
+            again.load_chat(tmp_path / "chat")
     pipe.chat().save(tmp_path / "plain")
     assert without.load_chat(tmp_path / "plain").adapter is None
     assert without.fingerprint == pipe.fingerprint
