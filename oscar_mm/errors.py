@@ -41,13 +41,18 @@ class Cancelled(Exception):
     """A request was cancelled before its answer began."""
 
 
-def shown(value: object) -> str:
-    """Return the repr of a user's value for a message, in one line, shortened if it is long."""
+def shown(value: object, most: int = _MAX_SHOWN) -> str:
+    """Return the repr of a user's value for a message, in one line, shortened if it is long.
+
+    Args:
+        value: the value.
+        most: maximum number of characters.
+    """
     try:
         text = " ".join(repr(value).split("\n"))
     except ValueError:  # Python does not print integers of more than 4,300 digits.
         text = f"{type(value).__name__} of very many digits"
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def suggestion(name: str, choices: Iterable[str] | Mapping[str, str]) -> str:

@@ -25,6 +25,8 @@ _ALIGNMENT = 16
 """All ranks together are rounded up to a multiple, which matrix units need."""
 _WEIGHTS = "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_NAME = 300
+"""Maximum number of characters of a tensor's name in a message."""
 _KNOWN = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -203,8 +205,8 @@ def _load_weights(source: _Source, adapted: Any) -> None:
     for fault in ("missing", "unexpected"):
         if names := getattr(report, f"{fault}_keys"):
             source.refuse(
-                f"has {len(names)} {fault} weights, such as {shown(names[0])}: it belongs to "
-                "another model: pass an adapter of this one"
+                f"has {len(names)} {fault} weights, such as {shown(names[0], _MAX_NAME)}: it "
+                "belongs to another model: pass an adapter of this one"
             )
 
 
@@ -240,7 +242,7 @@ def _install(
         made[path] = module = _around(layer, ranks, dtype)
         for source, start, digest in zip(sources, starts, hashes, strict=True):
             if source.key in layer.lora_A:
-                _fill(module, layer, source, start, digest)
+                _fill(module, path, layer, source, start, digest)
     for path, module in made.items():
         model.set_submodule(path, module)
     idle = torch.ones(len(sources) + 1, ranks, dtype=torch.bool)
@@ -262,16 +264,20 @@ def _around(layer: Any, ranks: int, dtype: torch.dtype) -> AdaptedLinear:
     return AdaptedLinear(base, down, down.new_zeros(layer.out_features, ranks))
 
 
-def _fill(module: AdaptedLinear, layer: Any, source: _Source, start: int, digest: Any) -> None:
+def _fill(
+    module: AdaptedLinear, path: str, layer: Any, source: _Source, start: int, digest: Any
+) -> None:
     """Copy the matrices of an adapter into its ranks of the stacks, and hash them."""
     down, up = (kind[source.key].weight.detach().float() for kind in (layer.lora_A, layer.lora_B))
     up = up * layer.scaling[source.key]
     own = slice(start, start + len(down))
     module.down[own], module.up[:, own] = down, up
-    if not (module.down[own].isfinite().all() and module.up[:, own].isfinite().all()):
-        source.refuse(
-            "has weights that are infinite or NaN in the model's dtype: pass an intact adapter"
-        )
+    for kind, matrix in (("lora_A", module.down[own]), ("lora_B", module.up[:, own])):
+        if not matrix.isfinite().all():
+            source.refuse(
+                f"has weights that are infinite or NaN in the model's dtype, in {path}.{kind}: "
+                "pass an intact adapter"
+            )
     for matrix in (down, up):
         digest.update(repr(tuple(matrix.shape)).encode())
         digest.update(matrix.cpu().contiguous().numpy().tobytes())

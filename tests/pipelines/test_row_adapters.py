@@ -405,7 +405,12 @@ def test_files_that_are_refused(qwen3_vl_folder, folders) -> None:
     save_file(weights | {"more": torch.zeros(1 << 20)}, file)
     refused(qwen3_vl_folder, {"a": large}, "has more weights in adapter_model.safetensors than the")
     save_file(weights | {name: torch.full_like(weights[name], torch.nan)}, file)
-    refused(qwen3_vl_folder, {"a": large}, "infinite or NaN in the model's dtype")
+    tensor = name.removeprefix("base_model.model.").removesuffix(".weight")
+    words = f"infinite or NaN in the model's dtype, in {tensor}: pass an intact adapter"
+    refused(qwen3_vl_folder, {"a": large}, words)
+    save_file({other: weights[other] for other in weights if other != name}, file)
+    missing = rf"'{name.removesuffix('.weight')}\..*\.weight': it belongs to another model"
+    refused(qwen3_vl_folder, {"a": large}, f"has 1 missing weights, such as {missing}")
     file.write_bytes(file.read_bytes()[:-5])
     refused(qwen3_vl_folder, {"a": large}, "cannot be loaded into this model")
     file.unlink()
