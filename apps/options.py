@@ -14,7 +14,7 @@ import typer
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.kinds import kind_of
-from oscar_mm.models import BUNDLED, bundled, check_source, description
+from oscar_mm.models import BUNDLED, bundled, check_source, description, is_adapter
 from oscar_mm.policy import KVPolicy
 
 Model = Annotated[
@@ -236,7 +236,8 @@ def model_or_bundled(model: str | None, *, supports_audio: bool = False) -> str:
         InputError: if the model is not available. This is checked before torch is imported.
     """
     if model is not None:
-        check_source(model)
+        if not is_adapter(model):  # Its base model is found with peft, which imports torch.
+            check_source(model)
         use_one_thread(model)
         return model
     name = "pocket-omni" if supports_audio else "pocket-vl"

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from oscar_mm.errors import InputError
+from oscar_mm.models import ADAPTER_CONFIG, is_adapter
 
-CONFIG = "adapter_config.json"
 MERGE = "merge the adapter (merge_and_unload) and pass the merged model"
 PEFT_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, RuntimeError, AttributeError, ArithmeticError),
@@ -58,10 +58,9 @@ def adapter_base(model: Any) -> tuple[Any, str | None]:
     Raises:
         InputError: if the adapter cannot be read or names no base model, or if peft is missing.
     """
-    is_name = isinstance(model, str | Path) and str(model).strip()
-    folder = Path(model) if is_name else None
-    if folder is None or (folder / "config.json").is_file() or not (folder / CONFIG).is_file():
+    if not is_adapter(model):
         return model, None
+    folder = Path(model)
     try:
         from peft import PeftConfig
 
@@ -71,9 +70,13 @@ def adapter_base(model: Any) -> tuple[Any, str | None]:
             f"model {folder}: is an adapter, which needs peft: pip install peft"
         ) from (error)
     except PEFT_ERRORS as error:
-        raise InputError(f"model {folder}: {CONFIG} cannot be read ({one_line(error)})") from error
+        raise InputError(
+            f"model {folder}: {ADAPTER_CONFIG} cannot be read ({one_line(error)})"
+        ) from error
     if not isinstance(base, str) or not base.strip():
-        raise InputError(f"model {folder}: {CONFIG} names no base model; {_own_base(folder)}")
+        raise InputError(
+            f"model {folder}: {ADAPTER_CONFIG} names no base model; {_own_base(folder)}"
+        )
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise InputError(
             f"model {folder}: its base model {base} is not on this machine; {_own_base(folder)}"

@@ -21,6 +21,7 @@ from oscar_mm.media.video import sampled
 from oscar_mm.modality import Modality
 from oscar_mm.models import source_of
 from oscar_mm.models.released import ReleasedModel, released_model
+from oscar_mm.pipelines.adapters import adapter_base
 from oscar_mm.pipelines.loading import meta_model, outline, stored_weights
 from oscar_mm.pipelines.registry import family_of
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
@@ -174,6 +175,7 @@ def plan(
 
     Args:
         model: name of a bundled model, hub id or folder; causal language models are supported too.
+            The folder of an adapter stands for its base model.
             Released models (``oscar_mm.models.released``) are known by name, without the hub.
         session: media and text of the conversation.
         policy: policy for storing keys and values.
@@ -190,6 +192,7 @@ def plan(
     if weights is not None:
         check_format(weights)
     media = session.media(limits, video_fps)
+    model, _ = adapter_base(model)
     released = released_model(model)
     if released is None and is_text_model(model):
         if len(media):

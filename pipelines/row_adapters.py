@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from oscar_mm.errors import InputError, shown
 from oscar_mm.fast_decode.row_adapters import AdaptedLinear, RowAdapters
-from oscar_mm.models import MAX_NAME, is_name
+from oscar_mm.models import ADAPTER_CONFIG, MAX_NAME, is_name
 from oscar_mm.modules import computing_device, devices, modules_of
-from oscar_mm.pipelines.adapters import CONFIG, MERGE, PEFT_ERRORS, one_line
+from oscar_mm.pipelines.adapters import MERGE, PEFT_ERRORS, one_line
 
 MAX_ADAPTERS, MAX_RANK, MAX_RANKS = 32, 256, 1024
 """Maximum number of adapters, of the rank of each, and of all ranks together: every row of a step
@@ -120,12 +120,12 @@ def _source(key: str, name: Any, folder: Any) -> _Source:
     if not isinstance(folder, str | Path) or not str(folder).strip():
         raise InputError(f"adapters: {shown(name)} needs the path of a folder, not {shown(folder)}")
     source = _Source(key, name, Path(folder))
-    for file in (CONFIG, _WEIGHTS):
+    for file in (ADAPTER_CONFIG, _WEIGHTS):
         if not (source.folder / file).is_file():
             source.refuse(f"has no {file}: pass a folder that save_pretrained of peft has written")
-    if (source.folder / CONFIG).stat().st_size > _MAX_CONFIG_BYTES:
+    if (source.folder / ADAPTER_CONFIG).stat().st_size > _MAX_CONFIG_BYTES:
         source.refuse(
-            f"has an {CONFIG} of more than {_MAX_CONFIG_BYTES:,} bytes, unlike any of peft"
+            f"has an {ADAPTER_CONFIG} of more than {_MAX_CONFIG_BYTES:,} bytes, unlike any of peft"
         )
     try:
         from peft import LoraConfig, PeftConfig
@@ -134,7 +134,7 @@ def _source(key: str, name: Any, folder: Any) -> _Source:
     except ImportError:
         raise InputError("adapters: they need peft: pip install peft") from None
     except PEFT_ERRORS as error:
-        source.refuse(f"has an {CONFIG} that cannot be read ({one_line(error)})")
+        source.refuse(f"has an {ADAPTER_CONFIG} that cannot be read ({one_line(error)})")
     if not isinstance(config, LoraConfig):
         source.refuse(f"is not LoRA, which alone can be chosen per request: {MERGE}")
     _check_config(source._replace(config=config), LoraConfig())

@@ -19,6 +19,7 @@ from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.models import check_source, check_weights, source_of
+from oscar_mm.pipelines.adapters import adapter_base
 from oscar_mm.pipelines.families.text import TextFamily
 from oscar_mm.pipelines.loading import config_of, device_of, dtype_of, first_line, meta_model
 from oscar_mm.pipelines.registry import find_family
@@ -79,12 +80,13 @@ def is_text_model(model: str | Path) -> bool:
     """Return whether a checkpoint is a causal language model, which reads text only.
 
     Args:
-        model: name of a bundled model, hub id or folder; only its configuration is read.
+        model: name of a bundled model, hub id, or folder of a checkpoint or an adapter; only its
+            configuration is read.
 
     Raises:
         InputError: if the model does not exist.
     """
-    family = find_family(config_of(source_of(model), {}).model_type)
+    family = find_family(config_of(source_of(adapter_base(model)[0]), {}).model_type)
     return family is not None and issubclass(family, TextFamily)
 
 

@@ -7,7 +7,7 @@ import typer
 
 from oscar_mm.apps import options, terminal
 from oscar_mm.extras import require
-from oscar_mm.models import BUNDLED, check_source
+from oscar_mm.models import BUNDLED
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
@@ -63,8 +63,7 @@ def demo(
     KVPolicy.preset(policy)
     parse_bytes("--kv-budget", kv_budget)
     require("demo", "demo", "gradio", "markdown_it", "python_multipart", "webrtcvad", "wsproto")
-    check_source(model)
-    options.use_one_thread(model)
+    options.model_or_bundled(model)
     terminal.quiet_transformers()
     from oscar_mm.apps.demo.server import serve  # imports gradio and torch
 

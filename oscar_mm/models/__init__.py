@@ -28,6 +28,8 @@ BUNDLED = {
 SAMPLES = Path(__file__).parents[1] / "samples"
 """Folder of pictures and recordings that the bundled models can read: ``contents.json`` says what
 they show and say, ``questions.jsonl`` has questions about them with answers."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Configuration file of an adapter of peft, which names its base model."""
 MAX_NAME = 256
 """Maximum length of a model's name for clients, in characters."""
 _TIMEOUT_S = 1.5
@@ -43,6 +45,14 @@ def bundled(model: str | Path) -> Path | None:
     if isinstance(model, str) and model in BUNDLED:
         return Path(__file__).parent / model
     return None
+
+
+def is_adapter(model: object) -> bool:
+    """Return whether a model is the folder of an adapter of peft, and not of a checkpoint."""
+    if not isinstance(model, str | Path) or not str(model).strip() or bundled(model) is not None:
+        return False
+    folder = Path(model)
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def is_name(name: object) -> bool:
@@ -83,6 +93,11 @@ def source_of(model: Any, subfolder: str = "") -> str:
     if (folder := bundled(model)) is not None:
         return str(folder)
     path = Path(model)
+    if is_adapter(path / subfolder):
+        raise InputError(
+            f"model {path}: the folder has an adapter, which cannot be used in place of a "
+            "checkpoint here; pass the base model, or merge the adapter (merge_and_unload)"
+        )
     if path.is_dir() and not (path / subfolder / "config.json").is_file():
         raise InputError(
             f"model {path / subfolder}: the folder has no config.json, so it is not a checkpoint"

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm.cli import run
+from oscar_mm.models import source_of
 from oscar_mm.pipelines import pipeline_for
 from tests.adapters import PLACES
 from tests.lora import PeftReference
@@ -80,6 +82,21 @@ def test_a_peft_model(qwen3_vl_folder, expected) -> None:
 def test_a_folder(adapter, expected) -> None:
     assert answer(adapter) == answer(str(adapter)) == expected
     assert pipeline_for(adapter) is OscarVLPipeline
+
+
+def test_commands(adapter, qwen3_vl_folder, capsys) -> None:
+    asked = ["ask", "-m", str(adapter), "-p", "What?", "--max-new-tokens", "4", "--json"]
+    assert run([*asked, "--policy", "bf16", "--device", "cpu"]) == 0
+    pipe = OscarVLPipeline(adapter, device="cpu", policy="bf16")
+    found = json.loads(capsys.readouterr().out)["token_ids"]
+    assert found == pipe(prompt="What?", max_new_tokens=4).token_ids
+    plans = []
+    for model in (adapter, qwen3_vl_folder):
+        assert run(["plan", "-m", str(model), "--images", "2"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1]
+    with pytest.raises(InputError, match=r"has an adapter, which cannot be .* pass the base model"):
+        source_of(adapter)
 
 
 @pytest.mark.slow
