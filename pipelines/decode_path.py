@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from oscar_mm.errors import InputError
 from oscar_mm.fast_decode.decoder import modules_are_capturable, supports
 from oscar_mm.models import source_of
 from oscar_mm.pipelines.adapters import adapter_base
 from oscar_mm.pipelines.loading import skeleton, weights_title
-from oscar_mm.pipelines.quantized_checkpoints import quantization_of
+from oscar_mm.pipelines.quantized_checkpoints import REORDERED_EXPERTS, quantization_of
 from oscar_mm.weights.checkpoint_formats import formats_of
 
 
@@ -52,11 +53,14 @@ def decode_path(model: str | Path) -> DecodePath:
         model: name of a bundled model, hub id, or folder of a checkpoint or an adapter.
 
     Raises:
-        InputError: if the model does not exist or is not supported.
+        InputError: if the model does not exist or is not supported, or if loading would refuse the
+            order of the columns.
     """
     source = source_of(adapter_base(model)[0])
     family, outer = skeleton(source)
     part, title = family.text_part(outer), weights_title(source, outer.config)
+    if _reorders(quantization_of(outer.config)) and _stacks_experts(part):
+        raise InputError(f"model {source}: {REORDERED_EXPERTS}")
     name = family.name if outer.config.model_type in family.model_types else outer.config.model_type
     fused = supports(part) and _are_ours(quantization_of(outer.config))
     captured = fused or modules_are_capturable(part, torch.device("cuda"))
@@ -67,5 +71,17 @@ def _are_ours(fields: Any) -> bool:
     """Return whether quantized weights, if there are any, have modules that fused layers know."""
     if not fields:
         return True
-    formats = formats_of(fields if isinstance(fields, dict) else fields.to_dict())
-    return formats is not None and not any(one.reorders for one in formats)
+    given = fields if isinstance(fields, dict) else fields.to_dict()
+    return formats_of(given) is not None and not _reorders(given)
+
+
+def _reorders(fields: Any) -> bool:
+    """Return whether columns of quantized matrices may be in another order than those of x."""
+    given = fields if fields is None or isinstance(fields, dict) else fields.to_dict()
+    return bool(given) and any(one.reorders for one in formats_of(given) or ())
+
+
+def _stacks_experts(part: torch.nn.Module) -> bool:
+    """Return whether a model has layers of experts."""
+    weights = (getattr(module, "gate_up_proj", None) for module in part.modules())
+    return any(isinstance(weight, torch.nn.Parameter) for weight in weights)

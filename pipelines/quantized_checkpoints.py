@@ -43,6 +43,10 @@ from oscar_mm.weights.checkpoint_formats import (
 )
 from oscar_mm.weights.matrix import QuantizedMatrix
 
+REORDERED_EXPERTS = (
+    "the columns are in another order (desc_act, actorder), which experts do not support; use a "
+    "checkpoint without it"
+)
 _METHOD = "oscar_mm"
 _DTYPES = {
     "BOOL": torch.bool,
@@ -431,10 +435,7 @@ class _StoredLinear(nn.Module):
         """
         found = self.quantized()
         if found.permutation is not None:
-            raise ValueError(
-                f"{self._stem}: the columns are in another order (desc_act, actorder), which "
-                "experts do not support; use a checkpoint without it"
-            )
+            raise ValueError(f"{self._stem}: {REORDERED_EXPERTS}")
         if found.bias is not None and bool(found.bias.any()):
             raise ValueError(f"{self._stem}.bias: experts with biases are not supported")
         return found.matrix

@@ -52,6 +52,20 @@ def test_quantized_weights(name: str, qwen2_5_vl_folder, tmp_path) -> None:
     assert found.fused == ("act_order" not in name)
 
 
+@pytest.mark.parametrize("name", ["gptq act_order", "int4 act_order"])
+def test_experts_with_columns_in_another_order(name: str, qwen3_vl_moe_folder, tmp_path) -> None:
+    fields, make = FORMATS[name]
+    quantize_folder(qwen3_vl_moe_folder, tmp_path / "made", fields, make)
+    words = (
+        r"the columns are in another order \(desc_act, actorder\), which experts do not support;"
+    )
+    for find in (decode_path, OscarVLPipeline):
+        with pytest.raises(
+            InputError, match=rf"^model {tmp_path}/made: .*{words} use a checkpoint"
+        ):
+            find(tmp_path / "made")
+
+
 def test_fp8_as_transformers_stores_it(qwen3_vl_folder, tmp_path) -> None:
     to_fp8(qwen3_vl_folder, tmp_path / "fp8")
     found = decode_path(tmp_path / "fp8")
