@@ -6,16 +6,19 @@ splits every layer among several processes.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import distributed
 from transformers import (
@@ -33,7 +36,14 @@ from oscar_mm.cache.states import layers_of_states
 from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError
 from oscar_mm.media.sequence_lengths import read_lengths_once
-from oscar_mm.models import check_source, check_weights, remedy, source_of, stored_bytes
+from oscar_mm.models import (
+    check_source,
+    check_weights,
+    folder_of,
+    remedy,
+    source_of,
+    stored_bytes,
+)
 from oscar_mm.pipelines import divided_experts, divided_states
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.drafts import add_drafts
@@ -301,12 +311,43 @@ def config_of(source: str, options: dict[str, Any]) -> Any:
 
 
 def _config(source: str, options: dict[str, Any]) -> Any:
+    _check_types(source, options)
     try:
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
         _check_version(source, options)
         known = "" if Path(source).is_dir() else f"; {remedy(source)}"
         raise InputError(f"model {source}: {first_line(error)}{known}") from error
+    except (AttributeError, TypeError, StrictDataclassError) as error:
+        raise InputError(
+            f"model {source}: config.json has a value of a wrong type "
+            f"({shorten(str(error), 300)}); download it again"
+        ) from error
+
+
+def _check_types(source: str, options: dict[str, Any]) -> None:
+    """Refuse a configuration that is no object, or whose ``quantization_config`` is none.
+
+    Raises:
+        InputError: if it is; names the type.
+    """
+    try:
+        folder = folder_of(source, options)
+        fields = {} if folder is None else json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return
+    if not isinstance(fields, dict):
+        raise InputError(
+            f"model {source}: config.json must be a JSON object, not {type(fields).__name__}; "
+            "download it again"
+        )
+    for part in (fields, fields.get("text_config")):
+        found = part.get("quantization_config") if isinstance(part, dict) else None
+        if not isinstance(found, dict | None):
+            raise InputError(
+                f"model {source}: quantization_config must be a JSON object, not "
+                f"{type(found).__name__}; download config.json again"
+            )
 
 
 def _check_version(source: str, options: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = json.loads(index.read_text())["weight_map"].values()
         return sorted({folder / name for name in names})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"model {index}: the file is damaged; {_AGAIN}") from error
+        raise InputError(f"model {folder}: {_INDEX} is damaged; {_AGAIN}") from error
 
 
 def check_files(files: list[Path]) -> None:
@@ -44,25 +44,25 @@ def check_files(files: list[Path]) -> None:
     for file in files:
         if not file.is_file():
             raise InputError(
-                f"model {file}: the file is missing, but {_INDEX} names it; download it"
+                f"model {file.parent}: {file.name} is missing, but {_INDEX} names it; download it"
             )
         try:
             with safe_open(file, framework="numpy"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise InputError(f"model {file}: {_fault(file, error)}") from error
+            raise InputError(f"model {file.parent}: {file.name} {_fault(file, error)}") from error
 
 
 def _fault(file: Path, error: Exception) -> str:
     if isinstance(error, OSError):
-        return f"the file cannot be read ({error.strerror or error})"
+        return f"cannot be read ({error.strerror or error})"
     with file.open("rb") as opened:
         start = opened.read(len(_POINTER))
     if start == _POINTER:
-        return f"the file is a Git LFS pointer without the weights; run `git lfs pull`, or {_AGAIN}"
+        return f"is a Git LFS pointer without the weights; run `git lfs pull`, or {_AGAIN}"
     if not start:
-        return f"the file is empty; {_AGAIN}"
+        return f"is empty; {_AGAIN}"
     # After 8 bytes with the header's length, the header is a JSON object.
     if start[8:9] not in (b"{", b""):
-        return f"the file is damaged, since it is not a safetensors file; {_AGAIN}"
-    return f"the file is damaged, perhaps truncated; {_AGAIN}"
+        return f"is damaged, since it is not a safetensors file; {_AGAIN}"
+    return f"is damaged, perhaps truncated; {_AGAIN}"

@@ -40,7 +40,7 @@ def test_a_damaged_file(folder: Path, kept, fault: str) -> None:
     check_weights(str(folder))
     file = folder / SECOND
     file.write_bytes(kept(file.read_bytes()))
-    with pytest.raises(InputError, match=f"^model {re.escape(str(file))}: the file .*{fault}"):
+    with pytest.raises(InputError, match=f"^model {re.escape(str(folder))}: {SECOND} .*{fault}"):
         check_weights(str(folder))
 
 
@@ -48,11 +48,11 @@ def test_who_names_it(folder: Path) -> None:
     file = folder / SECOND
     file.write_bytes(file.read_bytes()[:-5])
     for read in (lambda: OscarVLPipeline(folder, device="cpu"), lambda: plan(folder, Session())):
-        with pytest.raises(InputError, match=f"{SECOND}: the file is damaged"):
+        with pytest.raises(InputError, match=f"{SECOND} is damaged"):
             read()
     file.unlink()
     for read in (lambda: OscarVLPipeline(folder, device="cpu"), lambda: plan(folder, Session())):
-        with pytest.raises(InputError, match=f"{SECOND}: the file is missing, but .* names it"):
+        with pytest.raises(InputError, match=f"{SECOND} is missing, but .* names it"):
             read()
 
 
@@ -62,14 +62,14 @@ def test_a_language_model(tmp_path: Path) -> None:
         (Path(__file__).parents[2] / "oscar_mm/models/pocket-vl/tokenizer.json").read_bytes()
     )
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match=r"model\.safetensors: the file is empty"):
+    with pytest.raises(InputError, match=r"model\.safetensors is empty"):
         load_text_model(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"weight_map": {"a": 3}})])
 def test_a_damaged_index(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(InputError, match=r"index\.json: the file is damaged; delete it and"):
+    with pytest.raises(InputError, match=r"index\.json is damaged; delete it and"):
         check_weights(str(folder))
 
 

@@ -56,13 +56,9 @@ def test_quantized_weights(name: str, qwen2_5_vl_folder, tmp_path) -> None:
 def test_experts_with_columns_in_another_order(name: str, qwen3_vl_moe_folder, tmp_path) -> None:
     fields, make = FORMATS[name]
     quantize_folder(qwen3_vl_moe_folder, tmp_path / "made", fields, make)
-    words = (
-        r"the columns are in another order \(desc_act, actorder\), which experts do not support;"
-    )
+    words = r"the columns are in another order \(desc_act, actorder\), which experts do not support"
     for find in (decode_path, OscarVLPipeline):
-        with pytest.raises(
-            InputError, match=rf"^model {tmp_path}/made: .*{words} use a checkpoint"
-        ):
+        with pytest.raises(InputError, match=rf"^model {tmp_path}/made: .*{words}; use"):
             find(tmp_path / "made")
 
 

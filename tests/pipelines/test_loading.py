@@ -153,6 +153,17 @@ def test_damaged_checkpoints(tmp_path: Path, qwen3_vl_folder) -> None:
     refused(tmp_path, "model_type")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
     refused(tmp_path, "of_tomorrow")
+    usual = json.loads((qwen3_vl_folder / "config.json").read_text())
+    for fields, words in (
+        ([usual], "config.json must be a JSON object, not list; download it"),
+        (
+            usual | {"quantization_config": [1]},
+            "quantization_config must be a JSON object, not list",
+        ),
+        (usual | {"text_config": 3}, r"wrong type \(.*text_config.*\); download it again"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        refused(tmp_path, words)
     folder = tmp_path / "copy"
     shutil.copytree(qwen3_vl_folder, folder)
     (folder / "model.safetensors").unlink()
