@@ -25,8 +25,10 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         InputError: if the index cannot be read.
     """
-    index = folder / _INDEX
-    if (folder / _WHOLE).exists() or not index.exists():
+    index, whole = folder / _INDEX, folder / _WHOLE
+    if whole.exists():  # transformers prefers it.
+        return [whole]
+    if not index.exists():
         return sorted(folder.glob(PATTERN))
     try:
         names = json.loads(index.read_text())["weight_map"].values()

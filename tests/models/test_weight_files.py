@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from oscar_mm import InputError, OscarVLPipeline
-from oscar_mm.models import check_weights
+from oscar_mm.models import check_weights, stored_bytes
 from oscar_mm.pipelines.plan import Session, plan
 from oscar_mm.pipelines.text import load_text_model
 from tests.checkpoints import build_decoder
@@ -54,6 +55,13 @@ def test_who_names_it(folder: Path) -> None:
     for read in (lambda: OscarVLPipeline(folder, device="cpu"), lambda: plan(folder, Session())):
         with pytest.raises(InputError, match=f"{SECOND} is missing, but .* names it"):
             read()
+
+
+def test_one_file_takes_precedence_over_an_index(folder: Path, qwen3_vl_folder: Path) -> None:
+    (folder / SECOND).write_bytes(b"")
+    shutil.copy(qwen3_vl_folder / "model.safetensors", folder)
+    check_weights(str(folder))
+    assert stored_bytes(str(folder)) == (folder / "model.safetensors").stat().st_size
 
 
 def test_a_language_model(tmp_path: Path) -> None:
