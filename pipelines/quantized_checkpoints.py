@@ -3,8 +3,9 @@
 transformers loads such checkpoints with packages and kernels of others, many only on a GPU. Here it
 reads the tensors as they are: a quantizer of our own replaces each quantized ``nn.Linear`` by a
 module that has the tensors of the checkpoint, and after loading each of these by a
-``QuantizedLinear``. Most such checkpoints have three matrices for each expert, where transformers'
-modules stack those of all experts; after loading, they become ``QuantizedExperts``.
+``QuantizedLinear``; on a CPU, FP8 weights are dequantized. Most such checkpoints have three
+matrices for each expert, where transformers' modules stack those of all experts; after loading,
+they become ``QuantizedExperts``.
 
 The checkpoint's tensors say which modules are quantized, and not the patterns of its configuration,
 since those match names that another version of transformers gave to the modules.
@@ -241,7 +242,7 @@ class StoredWeightsQuantizer(HfQuantizer):
             for name in [name for name, one in model.named_modules() if isinstance(one, kind)]:
                 # Nothing else holds the module, so its memory is free before the next is converted.
                 module: Any = model.get_submodule(name)
-                model.set_submodule(name, module.quantized())
+                model.set_submodule(name, module.converted())
         model.config.quantization_config = self._fields
 
     def is_serializable(self) -> bool:
@@ -408,12 +409,22 @@ class _StoredLinear(nn.Module):
             fixed = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
             self.register_parameter(self._names.get(name, name), fixed)
 
-    def quantized(self) -> QuantizedLinear:
-        """Convert the loaded tensors.
+    def converted(self) -> nn.Linear:
+        """Return the module for the loaded tensors: quantized, or not if ``_is_dequantized``.
 
         Raises:
             ValueError: if values are invalid, or weights are offloaded.
         """
+        found = self._quantized()
+        if not _is_dequantized(found.matrix):
+            return found
+        outputs, width = self._shape
+        plain = nn.Linear(width, outputs, device="meta")
+        plain.weight = nn.Parameter(found.matrix.dequantized(self._dtype))
+        plain.bias = found.bias
+        return plain
+
+    def _quantized(self) -> QuantizedLinear:
         tensors = {name: getattr(self, own).detach() for name, own in self._names.items()}
         if any(tensor.is_meta for tensor in tensors.values()):
             raise ValueError(f"{self._stem}: {_OFFLOADED}")
@@ -431,9 +442,9 @@ class _StoredLinear(nn.Module):
         """Convert the loaded tensors to a matrix.
 
         Raises:
-            ValueError: see ``quantized``; also if there is a bias, or another order of columns.
+            ValueError: see ``converted``; also if there is a bias, or another order of columns.
         """
-        found = self.quantized()
+        found = self._quantized()
         if found.permutation is not None:
             raise ValueError(f"{self._stem}: {REORDERED_EXPERTS}")
         if found.bias is not None and bool(found.bias.any()):
@@ -470,7 +481,7 @@ class _StoredStack(nn.Module):
             ValueError: if the tensors are not those of the module.
         """
         super().__init__()
-        self._stem, self._format, self._act_fn = stem, chosen, module.act_fn
+        self._stem, self._format, self._replaced = stem, chosen, [module]
         self._shapes = {name: tuple(getattr(module, name).shape) for name in _STACKED}
         for name in _STACKED:
             for part in (name, f"{name}{chosen.stacked}"):
@@ -479,8 +490,8 @@ class _StoredStack(nn.Module):
                 self.register_parameter(part, nn.Parameter(tensors[part], requires_grad=False))
             self._each(name, chosen.check)
 
-    def quantized(self) -> QuantizedExperts:
-        """Convert the loaded tensors.
+    def converted(self) -> nn.Module:
+        """Return the module for the loaded tensors, see ``_experts``.
 
         Raises:
             ValueError: if values are invalid, or weights are offloaded.
@@ -491,7 +502,7 @@ class _StoredStack(nn.Module):
             QuantizedMatrix.stacked([one for one, _ in self._each(name, self._format.matrix)])
             for name in _STACKED
         )
-        return QuantizedExperts(gate_up, down, self._act_fn)
+        return _experts(self._replaced[0], gate_up, down)
 
     def _each(self, name: str, apply: Callable[[Tensors, int, int], Result]) -> list[Result]:
         """Apply a function to the matrix of each expert.
@@ -547,7 +558,7 @@ class _StoredExperts(nn.Module):
             ValueError: if the tensors are not those of all experts.
         """
         super().__init__()
-        self._path, self._act_fn = path, module.act_fn
+        self._path, self._replaced = path, [module]
         self._count, width, between = module.down_proj.shape
         like = {"bias": False, "device": "meta", "dtype": module.down_proj.dtype}
         inward, outward = nn.Linear(width, between, **like), nn.Linear(between, width, **like)
@@ -571,8 +582,8 @@ class _StoredExperts(nn.Module):
 
     down_proj = gate_up_proj
 
-    def quantized(self) -> QuantizedExperts:
-        """Convert the loaded tensors, and stack those of all experts.
+    def converted(self) -> nn.Module:
+        """Stack the loaded tensors of all experts, and return their module, see ``_experts``.
 
         Raises:
             ValueError: if values are invalid, weights are offloaded, or experts differ in format.
@@ -583,12 +594,29 @@ class _StoredExperts(nn.Module):
             for number, one in enumerate(experts)
         ]
         outward = [one.down_proj.of_expert() for one in experts]
-        return QuantizedExperts(self._stacked(inward), self._stacked(outward), self._act_fn)
+        return _experts(self._replaced[0], self._stacked(inward), self._stacked(outward))
 
     def _stacked(self, matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         if len(set(map(_kind, matrices))) > 1:
             raise ValueError(f"{self._path}: the experts have different formats")
         return QuantizedMatrix.stacked(matrices)
+
+
+def _experts(module: Any, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> nn.Module:
+    """Return a module with these weights of experts: a quantized one, or ``module`` with the
+    dequantized weights if ``_is_dequantized``."""
+    if not _is_dequantized(gate_up):
+        return QuantizedExperts(gate_up, down, module.act_fn)
+    for name, matrix in zip(_STACKED, (gate_up, down), strict=True):
+        weight = matrix.dequantized(getattr(module, name).dtype)
+        setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    return module
+
+
+def _is_dequantized(matrix: QuantizedMatrix) -> bool:
+    """Return whether the weights are dequantized once they are loaded: FP8 on a CPU, where a
+    product with FP8 weights takes 50 times as long."""
+    return matrix.bits == 8 and matrix.codes.device.type == "cpu"
 
 
 def _kind(matrix: QuantizedMatrix) -> tuple[Any, ...]:

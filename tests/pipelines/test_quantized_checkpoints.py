@@ -115,8 +115,11 @@ def test_answers(name, family, request, tmp_path, monkeypatch, device) -> None:
     assert answer.token_ids[: len(expected)] == expected
     own = [one for one in modules_of(pipe.model) if type(one) is QuantizedLinear]
     stacked = [one for one in modules_of(pipe.model) if type(one) is QuantizedExperts]
-    assert len(own) + 3 * sum(len(one.down_proj) for one in stacked) == len(truth) > 0
-    assert bool(stacked) == family.endswith("moe")
+    if name.startswith("fp8") and device == "cpu":  # Dequantized at load.
+        assert not own and not stacked and truth
+    else:
+        assert len(own) + 3 * sum(len(one.down_proj) for one in stacked) == len(truth) > 0
+        assert bool(stacked) == family.endswith("moe")
     assert supports(pipe.model) == (not name.endswith("act_order"))
     pipe.model.set_attn_implementation("sdpa")
     with torch.inference_mode():
@@ -127,7 +130,7 @@ def test_answers(name, family, request, tmp_path, monkeypatch, device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), [("int4 channel", "qwen3_omni"), ("fp8 channel", "qwen3_omni_talker")]
+    ("name", "family"), [("int4 channel", "qwen3_omni"), ("int4 channel", "qwen3_omni_talker")]
 )
 def test_experts_of_omni(name, family, request, tmp_path) -> None:
     """In files, experts of thinker and talker have other names than in the model."""

@@ -77,6 +77,9 @@ def test_an_fp8_checkpoint(family, how, request, tmp_path, device) -> None:
     own = [one for one in modules_of(pipe.model) if type(one) is QuantizedLinear]
     stacked = [one for one in modules_of(pipe.model) if type(one) is QuantizedExperts]
     of_experts = sum(".experts." in name for name in truth)
+    if device == "cpu":  # Dequantized at load, since FP8 products take long there.
+        assert not own and not stacked and truth
+        return
     assert len(own) + of_experts == len(truth) > 0
     each = 2 if family == "qwen3_vl_moe" else 3 * len(stacked[0].down_proj) if stacked else 0
     assert of_experts == each * len(stacked)
