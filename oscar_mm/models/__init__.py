@@ -17,7 +17,7 @@ from typing import Any
 
 from oscar_mm.errors import InputError, suggestion
 from oscar_mm.models.released import RELEASED
-from oscar_mm.models.weight_files import PATTERN, check_files, weight_files
+from oscar_mm.models.weight_files import NAMES, check_files, weight_files
 
 BUNDLED = {
     "pocket-vl": "reads printed codes, short receipts and coloured shapes",
@@ -48,7 +48,10 @@ def bundled(model: str | Path) -> Path | None:
 
 
 def is_adapter(model: object) -> bool:
-    """Return whether a model is the folder of an adapter of peft, and not of a checkpoint."""
+    """Return whether a model is the folder of an adapter of peft, and not of a checkpoint.
+
+    Only the names of the folder's files are read. Other values than a path are no adapter.
+    """
     if not isinstance(model, str | Path) or not str(model).strip() or bundled(model) is not None:
         return False
     folder = Path(model)
@@ -95,7 +98,7 @@ def source_of(model: Any, subfolder: str = "") -> str:
     path = Path(model)
     if is_adapter(path / subfolder):
         raise InputError(
-            f"model {path}: the folder has an adapter, which cannot be used in place of a "
+            f"model {path}: the folder holds an adapter, which cannot be used in place of a "
             "checkpoint here; pass the base model, or merge the adapter (merge_and_unload)"
         )
     if path.is_dir() and not (path / subfolder / "config.json").is_file():
@@ -197,7 +200,7 @@ def stored_bytes(source: str) -> int:
         sizes = _sizes_on_hub(source)
     if not sizes:
         raise InputError(
-            f"model {source}: there are no weights ({PATTERN}); download the whole checkpoint"
+            f"model {source}: there are no weights ({NAMES}); download the whole checkpoint"
         )
     return sum(sizes)
 
@@ -210,18 +213,23 @@ def check_weights(source: str, options: Mapping[str, Any] | None = None) -> None
         options: see ``check_source``.
 
     Raises:
-        InputError: if the index or a file that it names is missing or damaged; names the file.
+        InputError: if the index is damaged, or a weight file is missing or damaged; the message
+            names the file.
     """
     if (folder := folder_of(source, options)) is not None:
         check_files(weight_files(folder))
 
 
 def folder_of(source: str, options: Mapping[str, Any] | None = None) -> Path | None:
-    """Return the folder of a checkpoint, which a hub id may have in the hub's cache, or None.
+    """Return the folder of a checkpoint on this machine.
 
     Args:
         source: result of ``source_of``.
         options: see ``check_source``.
+
+    Returns:
+        The folder itself, or that of a hub id in the hub's cache; None if the cache does not have
+        its configuration.
     """
     given = dict(options or {})
     subfolder = given.get("subfolder") or ""
@@ -255,7 +263,7 @@ def _sizes_on_hub(source: str) -> list[int]:
             f"model {source}: its weights are not on this machine, and the hub does not tell their "
             f"size ({type(error).__name__}); try again, or pass the folder of the checkpoint"
         ) from error
-    return [size for name, size in files if fnmatch(name, PATTERN)]
+    return [size for name, size in files if fnmatch(name, NAMES)]
 
 
 def _within(seconds: float, ask: Callable[[], object]) -> object:

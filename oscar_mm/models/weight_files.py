@@ -1,4 +1,4 @@
-"""Weight files of a checkpoint: which they are, and whether they are whole, without torch."""
+"""Weight files of a checkpoint: which they are, and whether they are complete, without torch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from safetensors import SafetensorError, safe_open
 
 from oscar_mm.errors import InputError
 
-PATTERN = "model*.safetensors"
-"""Names of weight files."""
-_WHOLE = "model.safetensors"
+NAMES = "model*.safetensors"
+"""Pattern of the names of weight files."""
+_SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
+"""First bytes of a Git LFS pointer, which is a small text file in place of the weights."""
 _AGAIN = "delete it and download it again"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a checkpoint, which its index names if it has one.
+    """Return the weight files that transformers would load from a checkpoint's folder.
 
-    A file that the index names may be missing.
+    They are ``model.safetensors`` alone if it exists, or else the files that the index names, some
+    of which may be missing, or without an index all files of the pattern ``NAMES``.
 
     Raises:
         InputError: if the index cannot be read.
     """
-    index, whole = folder / _INDEX, folder / _WHOLE
-    if whole.exists():  # transformers prefers it.
-        return [whole]
+    index, single = folder / _INDEX, folder / _SINGLE
+    if single.exists():
+        return [single]
     if not index.exists():
-        return sorted(folder.glob(PATTERN))
+        return sorted(folder.glob(NAMES))
     try:
         names = json.loads(index.read_text())["weight_map"].values()
         return sorted({folder / name for name in names})
@@ -38,10 +40,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_files(files: list[Path]) -> None:
-    """Check that weight files are there, and that each has all bytes that its header announces.
+    """Check that weight files exist, and that each has all bytes that its header announces.
 
     Raises:
-        InputError: if they are not; the message names the file.
+        InputError: if a file is missing or damaged; the message names it.
     """
     for file in files:
         if not file.is_file():
@@ -56,6 +58,7 @@ def check_files(files: list[Path]) -> None:
 
 
 def _fault(file: Path, error: Exception) -> str:
+    """Return what is wrong with a file that cannot be opened, and the remedy, for a message."""
     if isinstance(error, OSError):
         return f"cannot be read ({error.strerror or error})"
     with file.open("rb") as opened:
@@ -64,7 +67,7 @@ def _fault(file: Path, error: Exception) -> str:
         return f"is a Git LFS pointer without the weights; run `git lfs pull`, or {_AGAIN}"
     if not start:
         return f"is empty; {_AGAIN}"
-    # After 8 bytes with the header's length, the header is a JSON object.
+    # A safetensors file begins with 8 bytes for the header's length and the header, a JSON object.
     if start[8:9] not in (b"{", b""):
         return f"is damaged, since it is not a safetensors file; {_AGAIN}"
     return f"is damaged, perhaps truncated; {_AGAIN}"

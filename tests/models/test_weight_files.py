@@ -45,7 +45,7 @@ def test_a_damaged_file(folder: Path, kept, fault: str) -> None:
         check_weights(str(folder))
 
 
-def test_who_names_it(folder: Path) -> None:
+def test_pipelines_and_plans_name_the_file(folder: Path) -> None:
     file = folder / SECOND
     file.write_bytes(file.read_bytes()[:-5])
     for read in (lambda: OscarVLPipeline(folder, device="cpu"), lambda: plan(folder, Session())):
@@ -57,14 +57,14 @@ def test_who_names_it(folder: Path) -> None:
             read()
 
 
-def test_one_file_takes_precedence_over_an_index(folder: Path, qwen3_vl_folder: Path) -> None:
+def test_a_single_file_takes_precedence_over_an_index(folder: Path, qwen3_vl_folder: Path) -> None:
     (folder / SECOND).write_bytes(b"")
     shutil.copy(qwen3_vl_folder / "model.safetensors", folder)
     check_weights(str(folder))
     assert stored_bytes(str(folder)) == (folder / "model.safetensors").stat().st_size
 
 
-def test_a_language_model(tmp_path: Path) -> None:
+def test_an_empty_file_of_a_language_model(tmp_path: Path) -> None:
     build_decoder("llama", num_hidden_layers=1).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(
         (Path(__file__).parents[2] / "oscar_mm/models/pocket-vl/tokenizer.json").read_bytes()

@@ -84,7 +84,7 @@ def test_a_folder(adapter, expected) -> None:
     assert pipeline_for(adapter) is OscarVLPipeline
 
 
-def test_commands(adapter, qwen3_vl_folder, capsys) -> None:
+def test_commands_accept_the_folder(adapter, qwen3_vl_folder, capsys) -> None:
     asked = ["ask", "-m", str(adapter), "-p", "What?", "--max-new-tokens", "4", "--json"]
     assert run([*asked, "--policy", "bf16", "--device", "cpu"]) == 0
     pipe = OscarVLPipeline(adapter, device="cpu", policy="bf16")
@@ -95,7 +95,9 @@ def test_commands(adapter, qwen3_vl_folder, capsys) -> None:
         assert run(["plan", "-m", str(model), "--images", "2"]) == 0
         plans.append(capsys.readouterr().out)
     assert plans[0] == plans[1]
-    with pytest.raises(InputError, match=r"has an adapter, which cannot be .* pass the base model"):
+    with pytest.raises(
+        InputError, match=r"holds an adapter, which cannot be .* pass the base model"
+    ):
         source_of(adapter)
 
 
