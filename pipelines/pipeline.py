@@ -17,7 +17,7 @@ from oscar_mm.admission.admission import Admission
 from oscar_mm.admission.capacity import KVBudget
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.cache.saved_cache import ADAPTER
+from oscar_mm.cache.saved_cache import ADAPTER_SEPARATOR
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.chat_file import ModelFingerprint, read_chat
 from oscar_mm.engine.answer import Answer, AnswerStream
@@ -227,7 +227,7 @@ class Pipeline:
         adapters = RowAdapters.of(self.model)
         if adapter is None or adapters is None:
             return self.fingerprint
-        return f"{self.fingerprint}{ADAPTER}{adapters.digest(adapter)}"
+        return f"{self.fingerprint}{ADAPTER_SEPARATOR}{adapters.digest(adapter)}"
 
     def check_adapter(self, name: Any) -> str | None:
         """Return the name of an adapter that requests may choose, or None for none.

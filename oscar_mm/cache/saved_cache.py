@@ -48,8 +48,8 @@ from oscar_mm.policy import PLAIN, WHOLE_HEAD, Bits, KVPolicy
 
 FORMAT_VERSION = 2
 """Version number, increased with any change to the file's tensors or to the bytes of a page."""
-ADAPTER = " adapter "
-"""Separates the fingerprints of a model and of its adapter."""
+ADAPTER_SEPARATOR = " adapter "
+"""Text between the fingerprint of a model and that of its adapter."""
 _ADDED: dict[str, Any] = {"value_scale": "plain", "center": False}
 """Policy fields that older files lack, with the values that their pages were packed with."""
 _TEXT = "oscar_mm.cache"
@@ -246,9 +246,9 @@ class SavedCache:
 
         Args:
             path: file written by ``save_cache``.
-            fingerprint: fingerprint of the model that will continue the cache; or those of the
-                model alone and with each adapter, of which the file must have one, and the names
-                of the adapters.
+            fingerprint: fingerprint of the model that will continue the cache, which the file must
+                have; or several, of which it must have one, with the names of their adapters. The
+                first is that of the model without an adapter, with the name None.
             policy: policy that the cache must have; by default, any.
             layers: layer shapes that the cache must have; by default, any.
 
@@ -427,19 +427,20 @@ def _check_text(
             f"reads {FORMAT_VERSION}"
         )
     known = {fingerprint: None} if isinstance(fingerprint, str) else fingerprint
+    # The file's value may be of any type, and a list finds also those that cannot be hashed.
     if (found := text.get("fingerprint")) in list(known):
         return
     here = next(iter(known))
-    own, _, adapter = str(found).partition(ADAPTER)
+    own, _, adapter = str(found).partition(ADAPTER_SEPARATOR)
     if own == here and adapter:
         loaded = [
-            f"{name!r} ({_short(one.partition(ADAPTER)[2])})"
+            f"{name!r} ({_short(one.partition(ADAPTER_SEPARATOR)[2])})"
             for one, name in known.items()
             if name is not None
         ]
         raise InputError(
-            f"{path} belongs to an adapter of this model with the fingerprint {_short(adapter)}, "
-            f"which is not loaded (loaded: {', '.join(loaded) or 'none'}); load that adapter too"
+            f"{path} was saved with an adapter of this model that is not loaded (fingerprint "
+            f"{_short(adapter)}; loaded: {', '.join(loaded) or 'none'}): load that adapter too"
         )
     raise InputError(
         f"{path} was saved with another model (fingerprint {_short(str(found))}, here "
@@ -448,7 +449,7 @@ def _check_text(
 
 
 def _short(fingerprint: str) -> str:
-    """Return a fingerprint for people, with the first digits of each of its digests."""
+    """Return a fingerprint for a message, with the first 12 digits of each SHA-256 digest."""
     return re.sub("[0-9a-f]{64}", lambda digest: digest[0][:12], fingerprint)[:_SHOWN]
 
 

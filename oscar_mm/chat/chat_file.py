@@ -119,8 +119,8 @@ def read_chat(
 
     Args:
         path: file of the chat.
-        fingerprints: fingerprints of the pipeline's model, alone and with each adapter, and the
-            names of the adapters.
+        fingerprints: names of the adapters, None first, by the fingerprints of the pipeline's
+            model without an adapter and with each.
         policy: policy of the pipeline.
         layers: shapes of the model's layers.
         family: family of the model.
