@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 _MAX_SHOWN = 80
-"""Maximum number of characters of a value to show in a message."""
+"""Default for the maximum number of characters of a value to show in a message."""
 
 
 class InputError(ValueError):
@@ -41,18 +41,18 @@ class Cancelled(Exception):
     """A request was cancelled before its answer began."""
 
 
-def shown(value: object, most: int = _MAX_SHOWN) -> str:
+def shown(value: object, max_characters: int = _MAX_SHOWN) -> str:
     """Return the repr of a user's value for a message, in one line, shortened if it is long.
 
     Args:
         value: the value.
-        most: maximum number of characters.
+        max_characters: maximum length of the repr, after which "..." shows that it is cut off.
     """
     try:
         text = " ".join(repr(value).split("\n"))
     except ValueError:  # Python does not print integers of more than 4,300 digits.
         text = f"{type(value).__name__} of very many digits"
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
 def suggestion(name: str, choices: Iterable[str] | Mapping[str, str]) -> str:

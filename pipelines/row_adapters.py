@@ -25,7 +25,7 @@ _ALIGNMENT = 16
 """All ranks together are rounded up to a multiple, which matrix units need."""
 _WEIGHTS = "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_NAME = 300
+_MAX_TENSOR_NAME = 300
 """Maximum number of characters of a tensor's name in a message."""
 _KNOWN = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout"),
@@ -205,8 +205,8 @@ def _load_weights(source: _Source, adapted: Any) -> None:
     for fault in ("missing", "unexpected"):
         if names := getattr(report, f"{fault}_keys"):
             source.refuse(
-                f"has {len(names)} {fault} weights, such as {shown(names[0], _MAX_NAME)}: it "
-                "belongs to another model: pass an adapter of this one"
+                f"has {len(names)} {fault} weights, such as {shown(names[0], _MAX_TENSOR_NAME)}: "
+                "it belongs to another model: pass an adapter of this one"
             )
 
 
@@ -267,7 +267,19 @@ def _around(layer: Any, ranks: int, dtype: torch.dtype) -> AdaptedLinear:
 def _fill(
     module: AdaptedLinear, path: str, layer: Any, source: _Source, start: int, digest: Any
 ) -> None:
-    """Copy the matrices of an adapter into its ranks of the stacks, and hash them."""
+    """Copy the matrices of an adapter into its ranks of the stacks, and hash them.
+
+    Args:
+        module: module with the stacked matrices of all adapters.
+        path: name of the module in the model, for messages.
+        layer: peft's layer, which has the adapter's matrices.
+        source: the adapter.
+        start: first of its ranks in the stacks.
+        digest: hash of the adapter so far.
+
+    Raises:
+        InputError: if a weight is not finite in the model's dtype; the message names the tensor.
+    """
     down, up = (kind[source.key].weight.detach().float() for kind in (layer.lora_A, layer.lora_B))
     up = up * layer.scaling[source.key]
     own = slice(start, start + len(down))
