@@ -53,8 +53,8 @@ def decode_path(model: str | Path) -> DecodePath:
         model: name of a bundled model, hub id, or folder of a checkpoint or an adapter.
 
     Raises:
-        InputError: if the model does not exist or is not supported, or if loading would refuse the
-            order of the columns.
+        InputError: if the model does not exist or is not supported, or if the columns of its
+            experts are in another order, which loading would refuse too.
     """
     source = source_of(adapter_base(model)[0])
     family, outer = skeleton(source)
@@ -77,11 +77,13 @@ def _are_ours(fields: Any) -> bool:
 
 def _reorders(fields: Any) -> bool:
     """Return whether columns of quantized matrices may be in another order than those of x."""
-    given = fields if fields is None or isinstance(fields, dict) else fields.to_dict()
-    return bool(given) and any(one.reorders for one in formats_of(given) or ())
+    if not fields:
+        return False
+    given = fields if isinstance(fields, dict) else fields.to_dict()
+    return any(one.reorders for one in formats_of(given) or ())
 
 
 def _stacks_experts(part: torch.nn.Module) -> bool:
-    """Return whether a model has layers of experts."""
+    """Return whether a model has modules that stack the weights of experts."""
     weights = (getattr(module, "gate_up_proj", None) for module in part.modules())
     return any(isinstance(weight, torch.nn.Parameter) for weight in weights)

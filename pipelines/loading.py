@@ -194,9 +194,13 @@ def load(
 def _loaded(
     family: type[Family], source: str, config: Any, tp_plan: object, options: dict[str, Any]
 ) -> Any:
-    """Load a model, if its weights are quantized in one of our formats with our own modules."""
+    """Load a model, with our own modules if its weights are quantized in one of our formats.
+
+    Raises:
+        ValueError: if the checkpoint does not fit the model; errors of transformers too.
+    """
     own = None if "quantization_config" in options else quantized_arguments(config, tp_plan)
-    # Otherwise transformers only logs which tensors have another shape.
+    # Without the first, the error of transformers does not name the tensors of another shape.
     how = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     loaded, report = family.auto_class.from_pretrained(source, **options, **(own or {}), **how)
     check_complete(report)
@@ -326,10 +330,12 @@ def _config(source: str, options: dict[str, Any]) -> Any:
 
 
 def _check_types(source: str, options: dict[str, Any]) -> None:
-    """Refuse a configuration that is no object, or whose ``quantization_config`` is none.
+    """Check that a configuration and its ``quantization_config`` are JSON objects.
+
+    transformers would raise an error that names neither.
 
     Raises:
-        InputError: if it is; names the type.
+        InputError: if one is not; the message names its type.
     """
     try:
         folder = folder_of(source, options)

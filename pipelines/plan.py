@@ -179,14 +179,15 @@ def plan(
             Released models (``oscar_mm.models.released``) are known by name, without the hub.
         session: media and text of the conversation.
         policy: policy for storing keys and values.
-        weights: "fp8" or "int4" counts 16-bit weights as the pipeline's argument ``weights``
-            quantizes them; None counts those of the checkpoint.
+        weights: "fp8" or "int4" to count 16-bit weights as the pipeline's argument of this name
+            quantizes them; None to count them as the checkpoint stores them.
         limits: limits on media, as in the pipeline.
         video_fps: frames per second to sample from videos.
 
     Raises:
         InputError: if the model does not exist, or media or the format of its weights are not
-            supported, or media exceed the limits, or quantized weights are to be quantized.
+            supported, or media exceed the limits, or ``weights`` is given for a checkpoint that is
+            already quantized.
     """
     chosen = KVPolicy.of(policy)
     if weights is not None:

@@ -4,8 +4,8 @@ transformers loads such checkpoints with packages and kernels of others, many on
 reads the tensors as they are: a quantizer of our own replaces each quantized ``nn.Linear`` by a
 module that has the tensors of the checkpoint, and after loading each of these by a
 ``QuantizedLinear``; on a CPU, FP8 weights are dequantized. Most such checkpoints have three
-matrices for each expert, where transformers' modules stack those of all experts; after loading,
-they become ``QuantizedExperts``.
+matrices for each expert, where transformers' modules stack those of all experts; some checkpoints
+stack them too. After loading, the experts of a layer become ``QuantizedExperts``.
 
 The checkpoint's tensors say which modules are quantized, and not the patterns of its configuration,
 since those match names that another version of transformers gave to the modules.
@@ -72,11 +72,11 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,5})\.(gate_proj|up_proj|down_proj)")
 _STACKED = ("gate_up_proj", "down_proj")
 """Names of the stacked matrices of experts in transformers' modules."""
 _OF_EXPERTS = ("gate_up_proj", "0.gate_proj.weight")
-"""Names of tensors that modules of experts may have in checkpoints."""
-Result = TypeVar("Result")
+"""Names of a tensor in a module of experts of a checkpoint: stacked, or of the first expert."""
 _SCALES = (".weight_scale_inv", ".weight_scale", "_proj_scale_inv")
 """Ends of names of scales that belong to quantized weights."""
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Result = TypeVar("Result")
 
 
 class StoredWeights(QuantizationConfigMixin):
@@ -101,8 +101,13 @@ def quantization_of(config: Any) -> Any:
 
 
 def checked_formats(fields: Any) -> list[CheckpointFormat] | None:
-    """Return ``formats_of`` a checkpoint's ``quantization_config``; None if only transformers has
-    its method.
+    """Return the formats of a checkpoint's matrices, and check that its method is supported.
+
+    Args:
+        fields: ``quantization_config`` of the checkpoint's configuration.
+
+    Returns:
+        None if transformers has the method, and we do not.
 
     Raises:
         ValueError: if the method, or this kind of it, is not supported; the message names the
@@ -150,16 +155,20 @@ def quantized_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
 
 
 def check_complete(report: Mapping[str, Any]) -> None:
-    """Check that a checkpoint had all tensors of a model, which otherwise has random ones.
+    """Check that a model has the weights of its checkpoint, and no random ones in their place.
 
     Args:
-        report: loading info of ``from_pretrained``.
+        report: what ``from_pretrained`` returns with ``output_loading_info``.
 
     Raises:
-        ValueError: if any is missing or has another shape.
+        ValueError: if tensors are missing or have another shape, or if scales were not loaded; the
+            message names a tensor.
     """
     for name, found, expected in sorted(report["mismatched_keys"]):
-        raise ValueError(f"{name}: the shape is {list(found)}, must be {list(expected)}")
+        raise ValueError(
+            f"{name}: the shape is {list(found)}, must be {list(expected)}: download the "
+            "checkpoint again"
+        )
     for name in sorted(report["unexpected_keys"]):
         if name.endswith(_SCALES):
             raise ValueError(
@@ -223,8 +232,11 @@ class StoredWeightsQuantizer(HfQuantizer):
             model.set_submodule(path, _StoredExperts(stem, module, formats, stored))
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """Return the rules by which transformers renames and converts tensors, before which experts
-        keep the codes of each matrix."""
+        """Return transformers' rules for renaming and converting tensors, after one of our own.
+
+        Our rule gives the codes of each expert's matrix another name, since the rules of
+        transformers would stack tensors named ``weight``.
+        """
         found = super().update_weight_conversions(weight_conversions, *model)
         if not self._experts:
             return found
@@ -304,8 +316,14 @@ class _Names:
         return found.removesuffix(".weight") if found in self._state else None
 
     def experts(self, stem: str) -> str | None:
-        """Return the name of the module with the stacked weights of the experts that a checkpoint
-        calls ``stem``; None if there is none."""
+        """Return the name of the model's module that stacks the weights of experts.
+
+        Args:
+            stem: name of the module in the checkpoint.
+
+        Returns:
+            None if the model has no such module.
+        """
         if stem not in self._experts:
             renamed = (self._renamed(f"{stem}.{name}")[0] for name in _OF_EXPERTS)
             paths = [name.rpartition(".experts.")[0] + ".experts" for name in renamed]
@@ -455,9 +473,10 @@ class _StoredLinear(nn.Module):
 def _stacked_format(
     formats: Sequence[CheckpointFormat], tensors: Tensors
 ) -> CheckpointFormat | None:
-    """Return the format of the stacked matrices of experts; None if these tensors are no such."""
+    """Return the format of tensors that are stacked matrices of experts; None for other tensors."""
     for one in formats:
-        scales = {f"{name}{one.stacked}" for name in _STACKED} if one.stacked else set[str]()
+        suffix = one.stacked_scales
+        scales = {f"{name}{suffix}" for name in _STACKED} if suffix else set[str]()
         if scales & tensors.keys():
             return one
     return None
@@ -466,7 +485,8 @@ def _stacked_format(
 class _StoredStack(nn.Module):
     """Tensors of the stacked matrices of a layer's experts, with the names of a checkpoint.
 
-    Qwen3-VL's checkpoints have the matrices, and their scales, transposed.
+    Codes have the shape [experts, outputs, columns]; in Qwen3-VL's checkpoints they are transposed,
+    [experts, columns, outputs], with their scales.
     """
 
     def __init__(self, stem: str, module: Any, chosen: CheckpointFormat, tensors: Tensors) -> None:
@@ -484,7 +504,7 @@ class _StoredStack(nn.Module):
         self._stem, self._format, self._replaced = stem, chosen, [module]
         self._shapes = {name: tuple(getattr(module, name).shape) for name in _STACKED}
         for name in _STACKED:
-            for part in (name, f"{name}{chosen.stacked}"):
+            for part in (name, f"{name}{chosen.stacked_scales}"):
                 if part not in tensors:
                     raise ValueError(f"{stem}.{part} is missing: download the checkpoint again")
                 self.register_parameter(part, nn.Parameter(tensors[part], requires_grad=False))
@@ -512,11 +532,14 @@ class _StoredStack(nn.Module):
             apply: function of a matrix's tensors, of its outputs and of its columns.
 
         Raises:
-            ValueError: if the shape is another than that of the model; see also ``apply``.
+            ValueError: if the shape is neither that of the model's matrices nor that of their
+                transposes, or if ``apply`` raises it; the message names the matrices.
         """
-        path, scales = f"{self._stem}.{name}", f"{name}{self._format.stacked}"
+        path, scales = f"{self._stem}.{name}", f"{name}{self._format.stacked_scales}"
         codes, given = getattr(self, name).detach(), getattr(self, scales).detach()
         count, outputs, width = self._shapes[name]
+        # The shape of square matrices does not say whether they are transposed; they are read as
+        # they are.
         if tuple(codes.shape) == (count, width, outputs) != (count, outputs, width):
             codes, given = codes.mT, given.mT if given.ndim == 3 else given
         if tuple(codes.shape) != (count, outputs, width):
@@ -577,7 +600,7 @@ class _StoredExperts(nn.Module):
 
     @property
     def gate_up_proj(self) -> torch.Tensor:
-        """Stands in for weights that transformers initializes in some families; not loaded."""
+        """Empty tensor in place of weights that transformers initializes in some families."""
         return torch.empty(0)
 
     down_proj = gate_up_proj

@@ -120,7 +120,7 @@ def load_text_model(
             source, dtype=dtype_of(dtype, target.type == "cpu"), **given
         )
     except (*_UNREADABLE, SafetensorError) as error:
-        if "gguf_file" not in given:
+        if "gguf_file" not in given:  # Its weights are in that file alone.
             check_weights(source, given)
         raise InputError(f"model {source}: {first_line(error)}") from error
     check_fits(source, loaded.config, states=False)  # The caller crops caches to any length.

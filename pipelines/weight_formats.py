@@ -1,7 +1,9 @@
-"""Quantized weights: those of a checkpoint, or made from 16-bit weights while a model is loaded.
+"""Quantized weights: made from 16-bit weights while a model is loaded, or of a loaded FP8 model.
 
 transformers loads FP8 checkpoints into modules of its own, which download their kernels at the
-first call. ``adopt_fp8`` replaces these modules by our own, which share their tensors.
+first call. If a pipeline is given such a model, ``adopt_fp8`` replaces these modules by our own,
+which share their tensors. Checkpoints that a pipeline loads itself are read by
+``quantized_checkpoints``.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def check_format(weights: str, tp_plan: object = None) -> None:
 
 
 def already_quantized(weights: str) -> InputError:
-    """Return the error for a format that is asked for a quantized checkpoint."""
+    """Return the error for the argument ``weights`` with a checkpoint that is quantized already."""
     return InputError(
         f"weights={weights!r}: the checkpoint is already quantized; leave the argument out"
     )
@@ -116,9 +118,10 @@ def quantize(
 
 
 def quantized_bytes(model: nn.Module, decoder: nn.Module, weights: str) -> int:
-    """Return the bytes of a model's weights after ``quantize``, if the others take 16 bits each.
+    """Return the bytes that a model's weights take after ``quantize``.
 
-    Only the shapes of the weights are used: they may be on the meta device.
+    Weights that ``quantize`` leaves as they are count 16 bits each. Only the shapes are used, so
+    the weights may be on the meta device.
 
     Args:
         model, decoder, weights: see ``quantize``.

@@ -427,7 +427,7 @@ def _check_text(
             f"reads {FORMAT_VERSION}"
         )
     known = {fingerprint: None} if isinstance(fingerprint, str) else fingerprint
-    # The file's value may be of any type, and a list finds also those that cannot be hashed.
+    # The file's value may have a type that cannot be hashed, so it is not looked up in a dict.
     if (found := text.get("fingerprint")) in list(known):
         return
     here = next(iter(known))

@@ -41,15 +41,15 @@ class CheckpointFormat(ABC):
         dtypes: dtypes of the tensors of a matrix; others, such as scales of activations, are
             ignored.
         needed: names of the tensors that each matrix must have.
-        stacked: what the names of scales add to those of the stacked matrices of experts; None if
-            each expert has matrices of its own.
+        stacked_scales: suffix that makes the name of the scales from that of the stacked matrices
+            of all experts; None if each expert has matrices of its own.
     """
 
     title: ClassVar[str]
     scales: ClassVar[str]
     dtypes: _Dtypes
     needed: frozenset[str]
-    stacked: ClassVar[str | None] = None
+    stacked_scales: ClassVar[str | None] = None
 
     @property
     def marks(self) -> frozenset[str]:
@@ -68,7 +68,7 @@ class CheckpointFormat(ABC):
             ValueError: if they are not; the message begins with the name of a tensor.
         """
         for name in sorted(self.needed - tensors.keys()):
-            raise ValueError(f"{name} is missing: download it again")
+            raise ValueError(f"{name} is missing: download the checkpoint again")
         for name, tensor in tensors.items():
             if tensor.dtype not in self.dtypes[name]:
                 supported = " or ".join(str(one) for one in self.dtypes[name])
@@ -102,11 +102,11 @@ class CheckpointFormat(ABC):
 
 
 class Float8(CheckpointFormat):
-    """FP8: codes as they are, and scales of a matrix, a row or a block."""
+    """FP8 of the method ``fp8``: codes as they are, with scales of a matrix, a row or a block."""
 
     title = "FP8"
     scales = "weight_scale_inv"
-    stacked = "_scale_inv"
+    stacked_scales = "_scale_inv"
 
     def __init__(self) -> None:
         self.dtypes = {"weight": (fp8.CODES,), self.scales: _FLOATS}
@@ -122,6 +122,11 @@ class Float8(CheckpointFormat):
         return QuantizedMatrix(tensors["weight"], self._expanded(tensors)), None
 
     def _expanded(self, tensors: Tensors) -> torch.Tensor:
+        """Return the scales with the shape that kernels read, see ``fp8.expanded``.
+
+        Raises:
+            ValueError: if their shape does not fit the codes; the message names the scales.
+        """
         try:
             return fp8.expanded(tensors["weight"], tensors[self.scales])
         except (ValueError, RuntimeError) as error:
@@ -129,10 +134,10 @@ class Float8(CheckpointFormat):
 
 
 class CompressedFloat8(Float8):
-    """FP8 of compressed-tensors."""
+    """FP8 of compressed-tensors, which has other names and no stacked matrices."""
 
     title = "FP8 (compressed-tensors)"
-    scales, stacked = "weight_scale", None
+    scales, stacked_scales = "weight_scale", None
 
 
 class _Int4(CheckpointFormat):
@@ -377,7 +382,6 @@ class _Fields:
 
 
 def _fp8(fields: _Fields) -> list[CheckpointFormat]:
-    # "e4m3", or None where the field is absent.
     fields.get("fmt", "e4m3", absent="e4m3")
     fields.get("scale_fmt", "float", absent="float")
     fields.get("weight_block_size", None, [fp8.BLOCK, fp8.BLOCK])

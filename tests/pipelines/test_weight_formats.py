@@ -168,12 +168,12 @@ def test_an_unknown_method(qwen3_vl_folder, tmp_path) -> None:
     config = folder / "config.json"
     fields = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "modelopt"}}
     config.write_text(json.dumps(fields))
-    for use in (plan_of_nothing, partial(OscarVLPipeline, device="cpu"), decode_path):
+    for use in (empty_plan, partial(OscarVLPipeline, device="cpu"), decode_path):
         with pytest.raises(InputError, match="quant_method is 'modelopt', which is not supported"):
             use(folder)
 
 
-def plan_of_nothing(folder: Path) -> Plan:
+def empty_plan(folder: Path) -> Plan:
     return plan(folder, Session())
 
 
