@@ -104,7 +104,8 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # In a cycle, the answer and its chat would be freed only by the garbage collector.
+            # The function refers to the answer: in this cycle, the answer and its chat would be
+            # freed only by the garbage collector.
             answer.try_send = None
             self._answers.end()
 

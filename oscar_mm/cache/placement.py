@@ -63,34 +63,40 @@ def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Cou
 
 @lru_cache
 def begins_page_at(policy: KVPolicy) -> int:
-    """Return with how many 16-bit tokens of text, those in the window included, a page begins after
-    a full one; 0 if pages are written all at once or text is not packed."""
+    """Return how many text tokens in 16-bit precision a sequence has when its next page begins.
+
+    The tokens in the window count too. The previous page is full.
+
+    Returns:
+        0 if pages are written all at once or text is not packed.
+    """
     bits = policy.bits_for(Modality.TEXT)
     if not (bits.packed and codec_of(policy).appends_tokens):
         return 0
     return policy.window + min_page_tokens(policy, bits)
 
 
-def max_spare(in_16_bit: int, room: int, missing: int = 0, keeps: int = 1, shared: int = 0) -> int:
+def max_spare(in_16_bit: int, room: int, to_page: int = 0, keeps: int = 1, shared: int = 0) -> int:
     """Return the maximum number of spare 16-bit slots of a sequence after a decode step.
 
     If each packed token passes its slot on to a later token, the maximum is ``keeps``, and more
     while the oldest slots are shared, since those are not passed on. Otherwise, several slots are
     allocated at once, so that other sequences cannot take them from an in-flight step, pools seldom
-    grow and most steps are steady. Their number stays small relative to the sequence's 16-bit
-    tokens, or is that of the tokens ``missing``.
+    grow and most steps are steady. Their maximum is a quarter of the sequence's 16-bit tokens or
+    the number of tokens until the next page begins, whichever is more, but no more than
+    ``MAX_SPARE``.
 
     Args:
         in_16_bit: number of the sequence's tokens in 16-bit precision, before the step.
         room: number of free positions in the last page of the new token's stream; 0 if pages are
             written all at once.
-        missing: number of text tokens after which the next page begins, see ``begins_page_at``; 0
-            for a stream without pages, since a short sequence would then take more memory than in
-            16-bit precision.
+        to_page: number of text tokens until the next page begins, see ``begins_page_at``; 0 for a
+            stream without pages, since a short sequence would then take more memory than in 16-bit
+            precision.
         keeps: see ``SequenceTable``.
         shared: number of the stream's oldest slots that other sequences share.
     """
-    return max(keeps, min(1 + shared if room else max(in_16_bit // 4, missing), MAX_SPARE))
+    return max(keeps, min(1 + shared if room else max(in_16_bit // 4, to_page), MAX_SPARE))
 
 
 def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
@@ -190,7 +196,7 @@ class TokenPlacer:
         sequence.stored += 1
         spare, window = sequence.spare, self._policy.window
         stream = self._own_stream(sequence, code)
-        of_stream, new, emptied = len(stream.slots), [0], list[int]()
+        in_slots, new, emptied = len(stream.slots), [0], list[int]()
         recent = sequence.recent(window + 1)
         if len(recent) > window and (leaving := recent[0]) in sequence.streams:
             in_window = recent.count(leaving, 1)
@@ -202,8 +208,8 @@ class TokenPlacer:
         before = sequence.in_16_bit + len(emptied)
         room = self._room(stream)
         shared = self._recent.count_shared(stream.slots)
-        missing = self._begins_page_at - of_stream if stream.pages else 0
-        most = max_spare(before, room, missing, sequence.keeps, shared)
+        to_page = self._begins_page_at - in_slots if stream.pages else 0
+        most = max_spare(before, room, to_page, sequence.keeps, shared)
         if new:
             if not spare:
                 spare += self._recent.allocate(most)
@@ -466,10 +472,10 @@ def slot_forecast(
     added = {bits: np.zeros(answer + 1, np.int64) for bits in held}
     # All packed tokens, and the packed tokens whose slots are not shared with the past.
     all_packed, own_packed = np.zeros_like(time), np.zeros_like(time)
-    # Free positions in each stream's last page, its slots that are shared with the past, and the
-    # tokens that are missing to begin a page.
+    # By stream: free positions in the last page, tokens until the next page begins, and slots that
+    # are shared with the past.
     rooms: dict[int, np.ndarray] = {}
-    missing: dict[int, np.ndarray] = {}
+    to_page: dict[int, np.ndarray] = {}
     shared: dict[int, np.ndarray] = {}
     for code in sorted({*past.streams, *np.unique(codes).tolist(), *said}):
         modality = Modality(code % SINK)
@@ -487,8 +493,8 @@ def slot_forecast(
             packed = packed_count(policy, bits, waiting, room) * leaves
             begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
             held[bits] += (pages := len(set(stream.pages)) + begun)
-            of_stream = np.concatenate([[len(stream.slots)], (total - packed)[:-1]])
-            missing[code] = (begins_page_at(policy) - of_stream) * (pages > 0)
+            in_slots = np.concatenate([[len(stream.slots)], (total - packed)[:-1]])
+            to_page[code] = (begins_page_at(policy) - in_slots) * (pages > 0)
             rooms[code] = room + begun * PAGE_TOKENS - packed
             shared[code] = np.maximum(len(stream.slots) - packed, 0)
             # The forecast includes a copy of a page that is continued.
@@ -506,7 +512,7 @@ def slot_forecast(
     first = 0 if len(new) == len(codes) == 1 else 1
     said_codes[:1] = codes[:1] if first == 0 else said_codes[:1]
     for code in rooms:
-        more = (said_codes == code) * np.minimum(missing[code], MAX_SPARE)
+        more = (said_codes == code) * np.minimum(to_page[code], MAX_SPARE)
         most = np.maximum(most, more)
         passes_on = (said_codes == code) & (rooms[code] > 0)
         most[passes_on] = np.minimum(1 + shared[code][passes_on], MAX_SPARE)

@@ -208,8 +208,9 @@ class SteadyRows:
         return min(len(spare), min_page_tokens(policy, self._bits) - waiting)
 
     def _max_spare(self, stream: ModalityTable) -> int:
-        missing = self._begins_page_at - len(stream.slots) if stream.pages else 0
-        return max_spare(len(stream.slots), 0, missing)
+        """Return ``max_spare`` when the stream's last page is full, from its own tokens alone."""
+        to_page = self._begins_page_at - len(stream.slots) if stream.pages else 0
+        return max_spare(len(stream.slots), 0, to_page)
 
     def _room(self, stream: ModalityTable) -> int:
         return room(stream, self._window_pages) if self._appends_tokens else 0
