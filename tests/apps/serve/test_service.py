@@ -542,8 +542,11 @@ def test_an_image_at_an_address_is_that_image(omni, picture_address, monkeypatch
     assert fetched.usage.prompt_tokens == inline.usage.prompt_tokens
 
 
-def meet_in_all_threads(service: Any) -> None:
-    """Wait until no request uses a thread; fail if one still does after 20 s."""
+def wait_for_idle_workers(service: Any) -> None:
+    """Wait until no request uses a worker thread; fail if one still does after 20 s.
+
+    Only if all threads are idle do as many functions as threads meet at a barrier.
+    """
     count = service.limits.running + 1
     barrier = threading.Barrier(count, timeout=20)
     for met in [service.queue.workers.submit(barrier.wait) for _ in range(count)]:
@@ -567,7 +570,7 @@ def test_prompts_that_are_read_take_no_threads(omni, messages: Any, more: dict[s
     try:
         with started(app) as (_, address), asking(address, messages=messages, **more) as asked:
             assert begun.wait(20)
-            meet_in_all_threads(app.state.service)
+            wait_for_idle_workers(app.state.service)
             go_on.set()
             answer = json.loads(asked.getresponse().read())
             assert answer["usage"]["completion_tokens"] == 6
@@ -584,7 +587,7 @@ def test_streams_take_no_threads(omni) -> None:
         running = [streams.enter_context(one_running(address)) for _ in range(5)]
         for stream in running:
             next(iter(stream))
-        meet_in_all_threads(app.state.service)
+        wait_for_idle_workers(app.state.service)
         assert metrics(address, None)["oscar_mm_decoding"] == 5
 
 
