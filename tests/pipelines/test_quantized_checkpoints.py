@@ -132,7 +132,7 @@ def test_answers(name, family, request, tmp_path, monkeypatch, device) -> None:
 @pytest.mark.parametrize(
     ("name", "family"), [("int4 channel", "qwen3_omni"), ("int4 channel", "qwen3_omni_talker")]
 )
-def test_experts_of_omni(name, family, request, tmp_path) -> None:
+def test_experts_of_thinker_and_talker(name, family, request, tmp_path) -> None:
     """In files, experts of thinker and talker have other names than in the model."""
     folder = request.getfixturevalue(f"{family}_folder")
     truth = quantize_folder(folder, tmp_path / "stored", *FORMATS[name])

@@ -68,7 +68,7 @@ def quantized_products(pipe: OscarVLPipeline) -> int:
     ],
 )
 def test_an_fp8_checkpoint(family, how, request, tmp_path, device) -> None:
-    """Experts are stacked or each by themselves."""
+    """Experts are stacked in ``qwen3_vl_moe``; in the other families, each has its own tensors."""
     folder = request.getfixturevalue(f"{family}_folder")
     truth = to_fp8(folder, tmp_path / "fp8", **({how: True} if how else {}))
     plain, expected = answer(with_weights(folder, tmp_path / "plain", truth), device)
@@ -89,7 +89,7 @@ def test_an_fp8_checkpoint(family, how, request, tmp_path, device) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
 def test_a_loaded_fp8_model(family, request, tmp_path, keeps_fp8) -> None:
-    """Modules of transformers would download their kernels."""
+    """A pipeline replaces the modules of transformers, which would download their kernels."""
     folder = request.getfixturevalue(f"{family}_folder")
     truth = to_fp8(folder, tmp_path / "fp8")
     _, expected = answer(with_weights(folder, tmp_path / "plain", truth))
