@@ -202,27 +202,27 @@ def plan(
                 "text only"
             )
         network = outline_text_model(model)
-        whole, decoder, name = network, network.get_decoder(), network.config.model_type
+        outer_model, decoder, name = network, network.get_decoder(), network.config.model_type
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
     else:
         family = outline(model) if released is None else released_skeleton(released)
-        network, whole, tokens = family.model, family.outer_model, count_tokens(family, media)
-        decoder = family.text_part(whole).get_decoder()
+        network, outer_model, tokens = family.model, family.outer_model, count_tokens(family, media)
+        decoder = family.text_part(outer_model).get_decoder()
         name = ", ".join(filter(None, (family.name, released and released.part)))
     tokens["text"] += session.text_tokens
     stored = None if released else stored_weights(source_of(model))
     if weights is not None:
         if stored:
             raise already_quantized(weights)
-        stored = weights.upper(), quantized_bytes(whole, decoder, weights)
-    form, stored_bytes = stored or (Plan.weights, None)
+        stored = weights.upper(), quantized_bytes(outer_model, decoder, weights)
+    weight_format, stored_bytes = stored or (Plan.weights, None)
     return Plan(
         family=name,
-        shape=ModelShape.of(network.config, whole.num_parameters(), stored_bytes),
+        shape=ModelShape.of(network.config, outer_model.num_parameters(), stored_bytes),
         policy=chosen,
         tokens=tokens,
         context=context_of(network.config),
-        weights=form,
+        weights=weight_format,
     )
 
 
