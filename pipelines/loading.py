@@ -174,6 +174,7 @@ def load(
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         check_weights(source, shared)  # Names the file, which the error does not.
         raise InputError(f"model {source}: {first_line(error)}") from error
+    adopt_fp8(loaded)  # Made by transformers if ``quantization_config`` is an argument.
     if weights is not None:
         quantize(loaded, family.text_part(loaded).get_decoder(), weights, target)
     if target is not None:
@@ -202,8 +203,9 @@ def _loaded(
     own = None if "quantization_config" in options else quantized_arguments(config, tp_plan)
     # Without the first, the error of transformers does not name the tensors of another shape.
     how = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    loaded, report = family.auto_class.from_pretrained(source, **options, **(own or {}), **how)
-    check_complete(report)
+    loaded, report = family.auto_class.from_pretrained(source, **{**options, **(own or {}), **how})
+    is_quantized = "quantization_config" in options or quantization_of(config) is not None
+    check_complete(report, quantized=is_quantized)
     return loaded
 
 
@@ -285,7 +287,9 @@ def weights_title(source: str, config: Any) -> str | None:
         formats = checked_formats(fields)
     except ValueError as error:
         raise InputError(f"model {source}: {error}") from error
-    names = [one.title for one in formats or ()] or [str(fields.get("quant_method"))]
+    names = [one.title for one in formats or ()] or [
+        str(fields.get("quant_method", "bitsandbytes"))
+    ]
     return " and ".join(names)
 
 

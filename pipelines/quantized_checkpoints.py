@@ -154,22 +154,23 @@ def quantized_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
     return {"config": plain, "quantization_config": StoredWeights(fields)}
 
 
-def check_complete(report: Mapping[str, Any]) -> None:
+def check_complete(report: Mapping[str, Any], *, quantized: bool) -> None:
     """Check that a model has the weights of its checkpoint, and no random ones in their place.
 
     Args:
         report: what ``from_pretrained`` returns with ``output_loading_info``.
+        quantized: whether the checkpoint says how its weights are quantized.
 
     Raises:
-        ValueError: if tensors are missing or have another shape, or if scales were not loaded; the
-            message names a tensor.
+        ValueError: if tensors are missing or have another shape, or if there are scales of weights
+            in a checkpoint that is not quantized; the message names a tensor.
     """
     for name, found, expected in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{name}: the shape is {list(found)}, must be {list(expected)}: download the "
             "checkpoint again"
         )
-    for name in sorted(report["unexpected_keys"]):
+    for name in () if quantized else sorted(report["unexpected_keys"]):
         if name.endswith(_SCALES):
             raise ValueError(
                 f"the checkpoint has {name}, but its config.json has no quantization_config: "
@@ -556,7 +557,9 @@ class _StoredStack(nn.Module):
             try:
                 found.append(apply(tensors, outputs, width))
             except ValueError as error:
-                raise ValueError(f"{path}, expert {number}: {error}") from error
+                # The message begins with "weight", or with the name of its scales.
+                fault = f"{name}{str(error).removeprefix('weight')}"
+                raise ValueError(f"{self._stem}.{fault} (expert {number})") from error
         return found
 
 

@@ -38,7 +38,7 @@ MAX_GROWN = {
 }
 """How much more may be in use after the sessions than after the first ones: what allocators keep.
 Each session hears 0.3 MB of sound."""
-POOLS = ("AnyIO worker thread", "oscar-media")
+POOLS = ("AnyIO worker thread", "oscar-media", "answers", "readers", "converters")
 """Names of threads of pools, which have as many as ever worked at the same time: on a GPU, dozens
 of sessions that were left may be closed together."""
 
