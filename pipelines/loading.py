@@ -169,10 +169,10 @@ def load(
     if processor is None:
         processor = _processor(source, shared)
     processor = _adapted(family, processor)
+    check_weights(source, shared)
     try:
         loaded = _loaded(family, source, config, placement.tp_plan, options)
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
-        check_weights(source, shared)  # Names the file, which the error does not.
         raise InputError(f"model {source}: {first_line(error)}") from error
     adopt_fp8(loaded)  # Made by transformers if ``quantization_config`` is an argument.
     if weights is not None:
@@ -205,7 +205,7 @@ def _loaded(
     how = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     loaded, report = family.auto_class.from_pretrained(source, **{**options, **(own or {}), **how})
     is_quantized = "quantization_config" in options or quantization_of(config) is not None
-    check_complete(report, quantized=is_quantized)
+    check_complete(loaded, report, quantized=is_quantized)
     return loaded
 
 

@@ -114,12 +114,15 @@ def checked_formats(fields: Any) -> list[CheckpointFormat] | None:
             field.
     """
     formats = formats_of(fields)
-    names = "quant_method", "load_in_8bit", "load_in_4bit"
+    method, names = fields.get("quant_method"), ("quant_method", "load_in_8bit", "load_in_4bit")
+    if not isinstance(method, str | None):
+        raise ValueError(f"quantization_config.quant_method is {shown(method)}, must be text")
     if not any(fields.get(name) for name in names):
         raise ValueError("quantization_config.quant_method is missing: download config.json again")
-    if formats is None and not AutoHfQuantizer.supports_quant_method(fields):
+    known = method != _METHOD and AutoHfQuantizer.supports_quant_method(fields)
+    if formats is None and not known:
         raise ValueError(
-            f"quantization_config.quant_method is {shown(fields.get('quant_method'))}, which is "
+            f"quantization_config.quant_method is {shown(method)}, which is "
             "not supported; use a checkpoint in 16-bit, FP8, AWQ, GPTQ or of compressed-tensors"
         )
     return formats
@@ -154,10 +157,11 @@ def quantized_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
     return {"config": plain, "quantization_config": StoredWeights(fields)}
 
 
-def check_complete(report: Mapping[str, Any], *, quantized: bool) -> None:
+def check_complete(model: nn.Module, report: Mapping[str, Any], *, quantized: bool) -> None:
     """Check that a model has the weights of its checkpoint, and no random ones in their place.
 
     Args:
+        model: the loaded model.
         report: what ``from_pretrained`` returns with ``output_loading_info``.
         quantized: whether the checkpoint says how its weights are quantized.
 
@@ -171,7 +175,8 @@ def check_complete(report: Mapping[str, Any], *, quantized: bool) -> None:
             "checkpoint again"
         )
     for name in () if quantized else sorted(report["unexpected_keys"]):
-        if name.endswith(_SCALES):
+        weight = name.removesuffix("_inv").removesuffix("_scale")
+        if name.endswith(_SCALES) and weight in model.state_dict():
             raise ValueError(
                 f"the checkpoint has {name}, but its config.json has no quantization_config: "
                 "download config.json again"
@@ -228,6 +233,8 @@ class StoredWeightsQuantizer(HfQuantizer):
                 _replace(model, names, formats, stem, tensors)
         for stem, stored in experts.items():
             path = names.experts(stem) or stem
+            if isinstance(model.get_submodule(path), _StoredStack):
+                raise ValueError(f"{stem}: experts are both stacked and by themselves")
             self._experts.append(stem)
             module = model.get_submodule(path)
             model.set_submodule(path, _StoredExperts(stem, module, formats, stored))
@@ -307,7 +314,10 @@ class _Names:
             ValueError: if the model stacks its weights with others, or shares them.
         """
         found, is_merged = self._renamed(f"{stem}.weight")
-        if is_merged or ".experts." in stem:
+        module, is_expert, _ = stem.rpartition(".experts.")
+        if (is_merged and found in self._state) or (
+            is_expert and self.experts(f"{module}.experts") is not None
+        ):
             raise ValueError(
                 f"{stem} is quantized, but is no gate_proj, up_proj or down_proj of an expert of "
                 "the model; use a checkpoint with 16-bit weights"
@@ -344,12 +354,11 @@ class _Names:
         for last, tensor in tensors.items():
             name = f"{stem}.{last}"
             found, is_merged = self._renamed(name)
-            if is_merged or found not in self._state:
+            if (own := self._state.get(found)) is None:
                 continue
-            own = self._state[found]
             if own.is_floating_point() and tensor.dtype not in _PLAIN_DTYPES:
                 raise ValueError(f"{name} has codes in {tensor.dtype}, but its scales are missing")
-            if tensor.shape != own.shape:
+            if tensor.shape != own.shape and not is_merged:
                 raise ValueError(
                     f"{name}: the shape is {list(tensor.shape)}, must be {list(own.shape)}"
                 )
@@ -509,6 +518,12 @@ class _StoredStack(nn.Module):
                 if part not in tensors:
                     raise ValueError(f"{stem}.{part} is missing: download the checkpoint again")
                 self.register_parameter(part, nn.Parameter(tensors[part], requires_grad=False))
+        # If one kind of matrices is square, the other one is not.
+        self._is_transposed = any(
+            tuple(tensors[name].shape) == (count, width, outputs) != (count, outputs, width)
+            for name, (count, outputs, width) in self._shapes.items()
+        )
+        for name in _STACKED:
             self._each(name, chosen.check)
 
     def converted(self) -> nn.Module:
@@ -539,9 +554,7 @@ class _StoredStack(nn.Module):
         path, scales = f"{self._stem}.{name}", f"{name}{self._format.stacked_scales}"
         codes, given = getattr(self, name).detach(), getattr(self, scales).detach()
         count, outputs, width = self._shapes[name]
-        # The shape of square matrices does not say whether they are transposed; they are read as
-        # they are.
-        if tuple(codes.shape) == (count, width, outputs) != (count, outputs, width):
+        if self._is_transposed and codes.ndim == 3:
             codes, given = codes.mT, given.mT if given.ndim == 3 else given
         if tuple(codes.shape) != (count, outputs, width):
             shape = [count, outputs, width]

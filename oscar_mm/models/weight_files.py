@@ -15,6 +15,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
 """First bytes of a Git LFS pointer, which is a small text file in place of the weights."""
+_UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
 _AGAIN = "delete it and download it again"
 
 
@@ -33,9 +34,11 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return sorted(folder.glob(NAMES))
     try:
-        names = json.loads(index.read_text())["weight_map"].values()
-        return sorted({folder / name for name in names})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if not names or not all(name and Path(name).name == name for name in names):
+            raise ValueError("it names no files of the folder")
+        return sorted(folder / name for name in names)
+    except _UNREADABLE as error:
         raise InputError(f"model {folder}: {_INDEX} is damaged; {_AGAIN}") from error
 
 
@@ -46,11 +49,12 @@ def check_files(files: list[Path]) -> None:
         InputError: if a file is missing or damaged; the message names it.
     """
     for file in files:
-        if not file.is_file():
-            raise InputError(
-                f"model {file.parent}: {file.name} is missing, but {_INDEX} names it; download it"
-            )
         try:
+            if not file.is_file():
+                raise InputError(
+                    f"model {file.parent}: {file.name} is missing, but {_INDEX} names it; "
+                    "download it"
+                )
             with safe_open(file, framework="numpy"):
                 pass
         except (OSError, SafetensorError) as error:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,11 +75,18 @@ def test_an_empty_file_of_a_language_model(tmp_path: Path) -> None:
         load_text_model(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"weight_map": {"a": 3}})])
+MAPS: list[Any] = [{"a": 3}, {}, [], None, {"a": "../model.safetensors"}, {"a": ""}]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", "[" * 100_000, *(json.dumps({"weight_map": one}) for one in MAPS)]
+)
 def test_a_damaged_index(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(InputError, match=r"index\.json is damaged; delete it and"):
         check_weights(str(folder))
+    with pytest.raises(InputError, match=r"index\.json is damaged; delete it and"):
+        OscarVLPipeline(folder, device="cpu")
 
 
 def test_plans_need_the_weights_of_quantized_checkpoints(folder: Path, qwen3_vl_folder) -> None:

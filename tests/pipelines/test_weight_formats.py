@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -19,6 +20,9 @@ from oscar_mm.modules import modules_of
 from oscar_mm.pipelines.decode_path import decode_path
 from oscar_mm.pipelines.loading import reader
 from oscar_mm.pipelines.plan import Plan, Session, plan
+from oscar_mm.pipelines.quantized_checkpoints import _StoredStack
+from oscar_mm.weights.checkpoint_formats import Float8
+from oscar_mm.weights.fp8 import dequantized, quantized
 from tests.fp8_checkpoints import PRODUCTS, to_fp8
 from tests.prompts import REQUESTS
 
@@ -124,6 +128,52 @@ def test_scales_that_are_missing(family, request, tmp_path) -> None:
     named = name.removesuffix("_scale_inv")
     with pytest.raises(InputError, match=rf"{named}(_scale_inv is missing| has codes in)"):
         OscarVLPipeline(file.parent, device="cpu")
+
+
+def test_experts_without_any_scales(qwen3_vl_moe_folder, tmp_path) -> None:
+    to_fp8(qwen3_vl_moe_folder, tmp_path / "fp8")
+    file = tmp_path / "fp8" / "model.safetensors"
+    tensors = load_file(file)
+    kept = {x: one for x, one in tensors.items() if ".experts." not in x or "scale" not in x}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(InputError, match=r"_proj has codes in torch.float8_e4m3fn, but its scales"):
+        OscarVLPipeline(tmp_path / "fp8", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("qwen3_5_moe", "mtp.layers.0.mlp.experts.0.down_proj"),
+        ("qwen3_vl", "model.language_model.layers.99.mlp.down_proj"),
+    ],
+)
+def test_quantized_modules_that_a_model_lacks(family, extra, request, tmp_path) -> None:
+    """Released checkpoints have a module for drafts, which is loaded only if it is wanted."""
+    to_fp8(request.getfixturevalue(f"{family}_folder"), tmp_path / "fp8")
+    _, expected = answer(tmp_path / "fp8")
+    file = tmp_path / "fp8" / "model.safetensors"
+    codes, scales = quantized(torch.randn(64, 32))
+    more = {f"{extra}.weight": codes, f"{extra}.weight_scale_inv": scales}
+    save_file(load_file(file) | more, file, {"format": "pt"})
+    assert answer(tmp_path / "fp8")[1] == expected
+
+
+@pytest.mark.parametrize(("hidden", "between"), [(128, 64), (128, 128)])
+def test_stacked_matrices_of_which_one_is_square(hidden, between) -> None:
+    """The other one shows whether both are transposed."""
+    shapes = {"gate_up_proj": (2, 2 * between, hidden), "down_proj": (2, hidden, between)}
+    for transposed in (False, True):
+        module, tensors, truth = nn.Module(), {}, {}
+        module.act_fn = nn.SiLU()
+        for name, shape in shapes.items():
+            module.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+            weight = torch.randn(shape)
+            codes, scales = quantized(weight.mT.contiguous() if transposed else weight)
+            tensors |= {name: codes, f"{name}_scale_inv": scales}
+            dense = dequantized(codes, scales, torch.float32)
+            truth[name] = dense.mT if transposed else dense
+        found = _StoredStack("experts", module, Float8(), tensors).converted()
+        assert all(torch.equal(getattr(found, name), one) for name, one in truth.items())
 
 
 def changed_scales(request, family: str, target: Path, change) -> tuple[str, Path]:
