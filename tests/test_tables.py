@@ -214,7 +214,7 @@ def test_peers(heading: str, run: str, model: str) -> None:
 
 
 def test_many_clients() -> None:
-    """The README and the page tell the same figures."""
+    """The README and the page tell the same figures, those of the latest runs."""
     rows = [row for row in record("client_loop-nvidia-h200") if not row.get("pictures")]
     flat = " ".join(README.split())
     for clients, prompt, model, name, in_readme in (
