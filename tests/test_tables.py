@@ -226,7 +226,7 @@ def test_many_clients() -> None:
         ours, theirs = (
             next(
                 row["tokens/s"]
-                for row in rows
+                for row in reversed(rows)
                 if (row["clients"], row["prompt"], row["model"]) == (clients, prompt, model)
                 and row["engine"] == engine
             )
