@@ -13,7 +13,8 @@ from oscar_mm.fast_decode.decoder import modules_are_capturable, supports
 from oscar_mm.models import source_of
 from oscar_mm.pipelines.adapters import adapter_base
 from oscar_mm.pipelines.loading import skeleton, weights_title
-from oscar_mm.pipelines.quantized_checkpoints import REORDERED_EXPERTS, quantization_of
+from oscar_mm.pipelines.quantized_checkpoints import quantization_of
+from oscar_mm.pipelines.stored_modules import REORDERED_EXPERTS
 from oscar_mm.weights.checkpoint_formats import formats_of
 
 

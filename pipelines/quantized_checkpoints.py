@@ -16,8 +16,8 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -34,20 +34,21 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from oscar_mm.errors import shown
-from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
-from oscar_mm.weights import fp8
+from oscar_mm.pipelines.stored_modules import (
+    CODES,
+    OFFLOADED,
+    STACKED,
+    StoredExperts,
+    StoredLinear,
+    StoredStack,
+    stacked_format,
+)
 from oscar_mm.weights.checkpoint_formats import (
     CheckpointFormat,
     Tensors,
-    check_shape,
     formats_of,
 )
-from oscar_mm.weights.matrix import QuantizedMatrix
 
-REORDERED_EXPERTS = (
-    "the columns are in another order (desc_act, actorder), which experts do not support; use a "
-    "checkpoint without it"
-)
 _METHOD = "oscar_mm"
 _DTYPES = {
     "BOOL": torch.bool,
@@ -64,19 +65,13 @@ _DTYPES = {
     "F64": torch.float64,
 }
 """Dtypes in the headers of safetensors files."""
-_OFFLOADED = "quantized weights cannot be offloaded; use more or larger GPUs"
-_CODES = "codes"
-"""Name for ``weight`` of an expert's matrix, which transformers would stack with others."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,5})\.(gate_proj|up_proj|down_proj)")
 """Name of an expert's matrix: module of all experts, number of the expert, name of the matrix."""
-_STACKED = ("gate_up_proj", "down_proj")
-"""Names of the stacked matrices of experts in transformers' modules."""
 _OF_EXPERTS = ("gate_up_proj", "0.gate_proj.weight")
 """Names of a tensor in a module of experts of a checkpoint: stacked, or of the first expert."""
 _SCALES = (".weight_scale_inv", ".weight_scale", "_proj_scale_inv")
 """Ends of names of scales that belong to quantized weights."""
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-Result = TypeVar("Result")
 
 
 class StoredWeights(QuantizationConfigMixin):
@@ -208,7 +203,7 @@ class StoredWeightsQuantizer(HfQuantizer):
         """
         places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
         if "disk" in places or {"cpu"} < places:
-            raise ValueError(f"device_map: {_OFFLOADED}")
+            raise ValueError(f"device_map: {OFFLOADED}")
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
@@ -222,9 +217,9 @@ class StoredWeightsQuantizer(HfQuantizer):
         names = _Names(model)
         experts: dict[str, dict[tuple[int, str], Tensors]] = defaultdict(dict)
         for stem, tensors in _headers(checkpoint_files or ()).items():
-            if (stacked := _stacked_format(formats, tensors)) and (path := names.experts(stem)):
+            if (stacked := stacked_format(formats, tensors)) and (path := names.experts(stem)):
                 module = model.get_submodule(path)
-                model.set_submodule(path, _StoredStack(stem, module, stacked, tensors))
+                model.set_submodule(path, StoredStack(stem, module, stacked, tensors))
             elif not any(one.marks & tensors.keys() for one in formats):
                 names.check(stem, tensors)
             elif (found := _EXPERT.fullmatch(stem)) and names.experts(found[1]):
@@ -233,11 +228,11 @@ class StoredWeightsQuantizer(HfQuantizer):
                 _replace(model, names, formats, stem, tensors)
         for stem, stored in experts.items():
             path = names.experts(stem) or stem
-            if isinstance(model.get_submodule(path), _StoredStack):
+            if isinstance(model.get_submodule(path), StoredStack):
                 raise ValueError(f"{stem}: experts are both stacked and by themselves")
             self._experts.append(stem)
             module = model.get_submodule(path)
-            model.set_submodule(path, _StoredExperts(stem, module, formats, stored))
+            model.set_submodule(path, StoredExperts(stem, module, formats, stored))
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         """Return transformers' rules for renaming and converting tensors, after one of our own.
@@ -250,7 +245,7 @@ class StoredWeightsQuantizer(HfQuantizer):
             return found
         stems = "|".join(map(re.escape, self._experts))
         pattern = rf"^((?:{stems})\.\d+\.(?:gate_proj|up_proj|down_proj))\.weight$"
-        return [WeightRenaming(pattern, rf"\1.{_CODES}"), *found]
+        return [WeightRenaming(pattern, rf"\1.{CODES}"), *found]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         """See the module's docstring.
@@ -258,7 +253,7 @@ class StoredWeightsQuantizer(HfQuantizer):
         Raises:
             ValueError: if values are invalid, or weights are offloaded.
         """
-        for kind in (_StoredExperts, _StoredStack, _StoredLinear):
+        for kind in (StoredExperts, StoredStack, StoredLinear):
             for name in [name for name, one in model.named_modules() if isinstance(one, kind)]:
                 # Nothing else holds the module, so its memory is free before the next is converted.
                 module: Any = model.get_submodule(name)
@@ -342,7 +337,7 @@ class _Names:
         return self._experts[stem]
 
     def _stacks_experts(self, path: str) -> bool:
-        return {f"{path}.{name}" for name in _STACKED} <= self._state.keys()
+        return {f"{path}.{name}" for name in STACKED} <= self._state.keys()
 
     def check(self, stem: str, tensors: Tensors) -> None:
         """Check that tensors of a module that is not quantized have the dtypes and the shapes of
@@ -390,292 +385,4 @@ def _replace(
         raise ValueError(
             f"{stem} is quantized, but only Linear is supported, and not {type(module).__name__}"
         )
-    model.set_submodule(name, _StoredLinear(stem, module, formats, tensors))
-
-
-class _StoredLinear(nn.Module):
-    """The tensors of a quantized matrix, as a checkpoint has them, and the bias."""
-
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        stem: str,
-        module: nn.Linear,
-        formats: Sequence[CheckpointFormat],
-        tensors: Tensors,
-        codes: str = "weight",
-    ) -> None:
-        """
-        Args:
-            stem: name of the module in the checkpoint.
-            module: the module to replace.
-            formats: formats of the checkpoint, one of which the tensors have.
-            tensors: the tensors on the meta device.
-            codes: name of the parameter for the tensor ``weight``.
-
-        Raises:
-            ValueError: if the tensors are not those of the module.
-        """
-        super().__init__()
-        chosen = max(formats, key=lambda one: len(one.needed & tensors.keys()))
-        self._stem, self._format = stem, chosen
-        self._shape, self._dtype = (module.out_features, module.in_features), module.weight.dtype
-        parts = {name: one for name, one in tensors.items() if name in chosen.dtypes}
-        bias = module.bias
-        if bias is None and "bias" in tensors:
-            # Some GPTQ checkpoints have biases where the model has none.
-            bias = torch.empty(module.out_features, dtype=self._dtype, device="meta")
-        try:
-            chosen.check(parts, *self._shape)
-            if bias is not None:
-                check_shape("bias", tensors.get("bias", bias), (module.out_features,))
-        except ValueError as error:
-            raise ValueError(f"{stem}.{error}") from error
-        self._names = {name: codes if name == "weight" else name for name in parts}
-        for name, tensor in (*parts.items(), ("bias", bias)):
-            fixed = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-            self.register_parameter(self._names.get(name, name), fixed)
-
-    def converted(self) -> nn.Linear:
-        """Return the module for the loaded tensors: quantized, or not if ``_is_dequantized``.
-
-        Raises:
-            ValueError: if values are invalid, or weights are offloaded.
-        """
-        found = self._quantized()
-        if not _is_dequantized(found.matrix):
-            return found
-        outputs, width = self._shape
-        plain = nn.Linear(width, outputs, device="meta")
-        plain.weight = nn.Parameter(found.matrix.dequantized(self._dtype))
-        plain.bias = found.bias
-        return plain
-
-    def _quantized(self) -> QuantizedLinear:
-        tensors = {name: getattr(self, own).detach() for name, own in self._names.items()}
-        if any(tensor.is_meta for tensor in tensors.values()):
-            raise ValueError(f"{self._stem}: {_OFFLOADED}")
-        try:
-            matrix, permutation = self._format.matrix(tensors, *self._shape)
-        except ValueError as error:
-            raise ValueError(f"{self._stem}.{error}") from error
-        if {matrix.scales.dtype, self._dtype} == {torch.float16, torch.bfloat16}:
-            # Kernels read scales in the dtype of the activations or, without loss, in float32.
-            matrix = matrix._replace(scales=matrix.scales.float())
-        bias = None if self.bias is None else self.bias.detach()
-        return QuantizedLinear(matrix, bias, permutation)
-
-    def of_expert(self) -> QuantizedMatrix:
-        """Convert the loaded tensors to a matrix.
-
-        Raises:
-            ValueError: see ``converted``; also if there is a bias, or another order of columns.
-        """
-        found = self._quantized()
-        if found.permutation is not None:
-            raise ValueError(f"{self._stem}: {REORDERED_EXPERTS}")
-        if found.bias is not None and bool(found.bias.any()):
-            raise ValueError(f"{self._stem}.bias: experts with biases are not supported")
-        return found.matrix
-
-
-def _stacked_format(
-    formats: Sequence[CheckpointFormat], tensors: Tensors
-) -> CheckpointFormat | None:
-    """Return the format of tensors that are stacked matrices of experts; None for other tensors."""
-    for one in formats:
-        suffix = one.stacked_scales
-        scales = {f"{name}{suffix}" for name in _STACKED} if suffix else set[str]()
-        if scales & tensors.keys():
-            return one
-    return None
-
-
-class _StoredStack(nn.Module):
-    """Tensors of the stacked matrices of a layer's experts, with the names of a checkpoint.
-
-    Codes have the shape [experts, outputs, columns]; in Qwen3-VL's checkpoints they are transposed,
-    [experts, columns, outputs], with their scales.
-    """
-
-    def __init__(self, stem: str, module: Any, chosen: CheckpointFormat, tensors: Tensors) -> None:
-        """
-        Args:
-            stem: name of the module in the checkpoint.
-            module: the module to replace, with the stacked weights of experts.
-            chosen: format of the matrices.
-            tensors: the tensors on the meta device.
-
-        Raises:
-            ValueError: if the tensors are not those of the module.
-        """
-        super().__init__()
-        self._stem, self._format, self._replaced = stem, chosen, [module]
-        self._shapes = {name: tuple(getattr(module, name).shape) for name in _STACKED}
-        for name in _STACKED:
-            for part in (name, f"{name}{chosen.stacked_scales}"):
-                if part not in tensors:
-                    raise ValueError(f"{stem}.{part} is missing: download the checkpoint again")
-                self.register_parameter(part, nn.Parameter(tensors[part], requires_grad=False))
-        # If one kind of matrices is square, the other one is not.
-        self._is_transposed = any(
-            tuple(tensors[name].shape) == (count, width, outputs) != (count, outputs, width)
-            for name, (count, outputs, width) in self._shapes.items()
-        )
-        for name in _STACKED:
-            self._each(name, chosen.check)
-
-    def converted(self) -> nn.Module:
-        """Return the module for the loaded tensors, see ``_experts``.
-
-        Raises:
-            ValueError: if values are invalid, or weights are offloaded.
-        """
-        if any(tensor.is_meta for tensor in self.parameters()):
-            raise ValueError(f"{self._stem}: {_OFFLOADED}")
-        gate_up, down = (
-            QuantizedMatrix.stacked([one for one, _ in self._each(name, self._format.matrix)])
-            for name in _STACKED
-        )
-        return _experts(self._replaced[0], gate_up, down)
-
-    def _each(self, name: str, apply: Callable[[Tensors, int, int], Result]) -> list[Result]:
-        """Apply a function to the matrix of each expert.
-
-        Args:
-            name: name of the stacked matrices.
-            apply: function of a matrix's tensors, of its outputs and of its columns.
-
-        Raises:
-            ValueError: if the shape is neither that of the model's matrices nor that of their
-                transposes, or if ``apply`` raises it; the message names the matrices.
-        """
-        path, scales = f"{self._stem}.{name}", f"{name}{self._format.stacked_scales}"
-        codes, given = getattr(self, name).detach(), getattr(self, scales).detach()
-        count, outputs, width = self._shapes[name]
-        if self._is_transposed and codes.ndim == 3:
-            codes, given = codes.mT, given.mT if given.ndim == 3 else given
-        if tuple(codes.shape) != (count, outputs, width):
-            shape = [count, outputs, width]
-            raise ValueError(f"{path}: the shape is {list(codes.shape)}, must be {shape}")
-        if given.ndim == 0 or len(given) == 1:
-            given = given.expand(count, *given.shape[1:])
-        if len(given) != count:
-            shape = list(given.shape)
-            raise ValueError(f"{self._stem}.{scales}: the shape is {shape}, for {count} experts")
-        found = []
-        for number in range(count):
-            tensors = {"weight": codes[number].contiguous(), self._format.scales: given[number]}
-            try:
-                found.append(apply(tensors, outputs, width))
-            except ValueError as error:
-                # The message begins with "weight", or with the name of its scales.
-                fault = f"{name}{str(error).removeprefix('weight')}"
-                raise ValueError(f"{self._stem}.{fault} (expert {number})") from error
-        return found
-
-
-class _StoredExperts(nn.Module):
-    """Tensors of all matrices of a layer's experts, with the names of a checkpoint."""
-
-    def __init__(
-        self,
-        path: str,
-        module: Any,
-        formats: Sequence[CheckpointFormat],
-        stored: Mapping[tuple[int, str], Tensors],
-    ) -> None:
-        """
-        Args:
-            path: name of the module in the checkpoint.
-            module: the module to replace, with the stacked weights of experts.
-            formats: formats of the checkpoint.
-            stored: tensors on the meta device, by number of the expert and name of the matrix.
-
-        Raises:
-            ValueError: if the tensors are not those of all experts.
-        """
-        super().__init__()
-        self._path, self._replaced = path, [module]
-        self._count, width, between = module.down_proj.shape
-        like = {"bias": False, "device": "meta", "dtype": module.down_proj.dtype}
-        inward, outward = nn.Linear(width, between, **like), nn.Linear(between, width, **like)
-        if (last := max(number for number, _ in stored)) >= self._count:
-            raise ValueError(f"{path}.{last} is quantized, but the model has {self._count} experts")
-        for number in range(self._count):
-            expert = nn.Module()
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                stem = f"{path}.{number}.{name}"
-                if (number, name) not in stored:
-                    raise ValueError(f"{stem} is not quantized, but matrices of other experts are")
-                shape = outward if name == "down_proj" else inward
-                part = _StoredLinear(stem, shape, formats, stored[number, name], _CODES)
-                expert.add_module(name, part)
-            self.add_module(str(number), expert)
-
-    @property
-    def gate_up_proj(self) -> torch.Tensor:
-        """Empty tensor in place of weights that transformers initializes in some families."""
-        return torch.empty(0)
-
-    down_proj = gate_up_proj
-
-    def converted(self) -> nn.Module:
-        """Stack the loaded tensors of all experts, and return their module, see ``_experts``.
-
-        Raises:
-            ValueError: if values are invalid, weights are offloaded, or experts differ in format.
-        """
-        experts: Any = [self.get_submodule(str(number)) for number in range(self._count)]
-        inward = [
-            _joined(one.gate_proj.of_expert(), one.up_proj.of_expert(), f"{self._path}.{number}")
-            for number, one in enumerate(experts)
-        ]
-        outward = [one.down_proj.of_expert() for one in experts]
-        return _experts(self._replaced[0], self._stacked(inward), self._stacked(outward))
-
-    def _stacked(self, matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-        if len(set(map(_kind, matrices))) > 1:
-            raise ValueError(f"{self._path}: the experts have different formats")
-        return QuantizedMatrix.stacked(matrices)
-
-
-def _experts(module: Any, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> nn.Module:
-    """Return a module with these weights of experts: a quantized one, or ``module`` with the
-    dequantized weights if ``_is_dequantized``."""
-    if not _is_dequantized(gate_up):
-        return QuantizedExperts(gate_up, down, module.act_fn)
-    for name, matrix in zip(_STACKED, (gate_up, down), strict=True):
-        weight = matrix.dequantized(getattr(module, name).dtype)
-        setattr(module, name, nn.Parameter(weight, requires_grad=False))
-    return module
-
-
-def _is_dequantized(matrix: QuantizedMatrix) -> bool:
-    """Return whether the weights are dequantized once they are loaded: FP8 on a CPU, where a
-    product with FP8 weights takes 50 times as long."""
-    return matrix.bits == 8 and matrix.codes.device.type == "cpu"
-
-
-def _kind(matrix: QuantizedMatrix) -> tuple[Any, ...]:
-    codes, scales, _ = matrix
-    return codes.dtype, codes.shape, scales.dtype, scales.shape
-
-
-def _joined(gate: QuantizedMatrix, up: QuantizedMatrix, path: str) -> QuantizedMatrix:
-    """Concatenate two matrices of the same shape along their outputs.
-
-    Raises:
-        ValueError: if the matrices have different formats.
-    """
-    if _kind(gate) != _kind(up):
-        raise ValueError(f"{path}: gate_proj and up_proj have different formats")
-    if gate.zeros is None and len(gate.codes) % fp8.BLOCK:
-        # A block of gate_proj would end within a block of both, so each row gets its own scales.
-        gate, up = (one._replace(scales=fp8.by_row(one.codes, one.scales)) for one in (gate, up))
-    zeros = None
-    if gate.zeros is not None and up.zeros is not None:
-        zeros = torch.cat((gate.zeros, up.zeros))
-    codes, scales = torch.cat((gate.codes, up.codes)), torch.cat((gate.scales, up.scales))
-    return QuantizedMatrix(codes, scales, zeros)
+    model.set_submodule(name, StoredLinear(stem, module, formats, tensors))

@@ -20,7 +20,7 @@ from oscar_mm.modules import modules_of
 from oscar_mm.pipelines.decode_path import decode_path
 from oscar_mm.pipelines.loading import reader
 from oscar_mm.pipelines.plan import Plan, Session, plan
-from oscar_mm.pipelines.quantized_checkpoints import _StoredStack
+from oscar_mm.pipelines.stored_modules import StoredStack
 from oscar_mm.weights.checkpoint_formats import Float8
 from oscar_mm.weights.fp8 import dequantized, quantized
 from tests.fp8_checkpoints import PRODUCTS, to_fp8
@@ -172,7 +172,7 @@ def test_stacked_matrices_of_which_one_is_square(hidden, between) -> None:
             tensors |= {name: codes, f"{name}_scale_inv": scales}
             dense = dequantized(codes, scales, torch.float32)
             truth[name] = dense.mT if transposed else dense
-        found = _StoredStack("experts", module, Float8(), tensors).converted()
+        found = StoredStack("experts", module, Float8(), tensors).converted()
         assert all(torch.equal(getattr(found, name), one) for name, one in truth.items())
 
 
